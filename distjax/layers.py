@@ -82,32 +82,27 @@ def batch_statistics(
     x = jnp.asarray(x)
     x = x.astype(sum_dtype(x.dtype))
     axes = tuple(range(x.ndim - 1))
-    if mask is None:
-        kept, count = None, jnp.asarray(x[..., 0].size, x.dtype)
+    context = frames.current().replica_context if synchronized else None
+
+    def over_all(value: jax.Array) -> jax.Array:
+        return value if context is None else context.all_reduce("sum", value)
+
+    if mask is None:  # the shape is the same on all replicas
+        num_replicas = 1 if context is None else context.num_replicas_in_sync
+        kept, count = None, jnp.asarray(x[..., 0].size, x.dtype) * num_replicas
     else:
         fix = "batch_norm(batch.data, training=True, mask=batch.mask)"
         kept = broadcast_mask(mask, x.shape[:-1], "batch_statistics: mask", fix)
-        count = jnp.sum(kept, dtype=x.dtype)
-    context = frames.current().replica_context
+        count = over_all(jnp.sum(kept, dtype=x.dtype))
 
-    def over_all(value: jax.Array) -> jax.Array:
-        if not synchronized or context is None:
-            return value
-        return context.all_reduce("sum", value)
-
-    def sum_kept(values: jax.Array) -> jax.Array:
+    def mean_of(values: jax.Array) -> jax.Array:
         if kept is not None:
             values = jnp.where(kept[..., None], values, jnp.zeros_like(values))
-        return over_all(jnp.sum(values, axis=axes))
+        return over_all(jnp.sum(values, axis=axes)) / jnp.maximum(count, 1)
 
-    if kept is not None:
-        count = over_all(count)
-    elif synchronized and context is not None:
-        count = count * context.num_replicas_in_sync
-    divisor = jnp.maximum(count, 1)
-    mean = sum_kept(x) / divisor
+    mean = mean_of(x)
     centered = x - jnp.expand_dims(mean, axes)  # explicitly, for jax_numpy_rank_promotion
-    return Statistics(mean, sum_kept(jnp.square(centered)) / divisor, count)
+    return Statistics(mean, mean_of(jnp.square(centered)), count)
 
 
 #: Numbers of the host.

@@ -253,6 +253,22 @@ def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
     assert checkpointer.restore({"x": 0}) == {"x": 1}
 
 
+def test_a_directory_that_cannot_be_read(checkpointer, monkeypatch):
+    def refuse(path):
+        raise PermissionError("closed to this user")
+
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(os, "scandir", refuse)
+        checkpointer.latest_step()
+    assert str(error.value).splitlines()[:2] == [
+        f"a look at the steps needs a directory that can be read, {checkpointer.directory!r}.",
+        "  Got: PermissionError: closed to this user.",
+    ]
+    assert checkpointer.restore({"x": 0}) == {"x": 1}
+
+
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     checkpointer = dj.checkpoint.Checkpointer(tmp_path / "file" / "checkpoints")

@@ -24,9 +24,7 @@ from distjax.data.dataset import DistributedDataset
 from distjax.data.input_context import InputContext
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import InputOptions
-from distjax.diagnostics.check_step import check
-from distjax.diagnostics.explain_step import explain
-from distjax.diagnostics.visualizing import visualize
+from distjax.diagnostics import check, explain, visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica, is_per_replica

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A caption followed by rows of text.
+    """A caption followed by rows of text. ``print`` it, or show it in a notebook.
 
     Attributes:
       caption: the line above the rows.
@@ -20,6 +20,12 @@ class Table:
     caption: str
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return as_text([self])
+
+    def _repr_html_(self) -> str:
+        return as_html([self])
 
 
 def as_text(tables: Sequence[Table]) -> str:

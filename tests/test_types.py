@@ -11,7 +11,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 
 #: The arguments whose annotation is a bare `Any`, and why Python has no better word for each.
 ANY_ARGUMENTS = {
-    "diagnostics/program_collectives.py _operations(op)": "MLIR, which has no public types",
+    "diagnostics/collectives.py _operations(op)": "MLIR, which has no public types",
     "objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
     "objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
     "replica/replica_trace.py _name_after(traced)": "a function that is given attributes of JAX's",

@@ -14,8 +14,7 @@ except ImportError as error:
         )
     ) from error
 
-from distjax.checkpoint.checkpointer import Checkpointer
-from distjax.checkpoint.delayed import DelayedRestore
+from distjax.checkpoint.checkpointer import Checkpointer, DelayedRestore
 
 __all__ = ["Checkpointer", "DelayedRestore"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -11,9 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distjax.checkpoint.first_process import ask_first_process
+from distjax.checkpoint.together import hear_all, hear_first
 from distjax.cluster.job import Job
-from distjax.cluster.meeting import exchange
 from distjax.errors import CheckpointError, describe_value, message
 
 #: The suffix of directories that orbax has not completed.
@@ -109,15 +107,15 @@ def require_shared_directory(joined: Job, directory: str) -> None:
       CheckpointError: a process sees another directory; nothing is left in it.
     """
     occasion = "the construction of a Checkpointer"  # the path may be spelled differently elsewhere
-    token = ask_first_process(joined, occasion, lambda: _leave_token(directory))
+    token = hear_first(joined, occasion, lambda: _leave_token(directory))
     try:
-        sees = _sees(directory, token) if token is not None else _names(directory)
-        said = exchange(joined, occasion, json.dumps([sees, directory]))
+        sees = lambda: _names(directory) if token is None else _sees(directory, token)
+        said = hear_all(joined, occasion, lambda: [sees(), directory])
     finally:
         if token is not None and joined.process_id == 0:
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(directory, token))
-    everyone, paths = zip(*map(json.loads, said), strict=True)
+    everyone, paths = zip(*said, strict=True)
     differ = [i for i, seen in enumerate(everyone) if seen != everyone[0]]
     if differ:
         raise CheckpointError(_not_shared_text(joined, paths, differ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import base64
 import contextlib
 import dataclasses
 from collections.abc import Iterable
@@ -14,9 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax import jax_compat
-from distjax.checkpoint import json_values
-from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
-from distjax.checkpoint.state_objects import keeps_own_state
+from distjax.checkpoint.matching import NUMBER_TYPES, Spec, array_spec, dtype_name
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
 from distjax.placement.host_values import require_no_mask
 from distjax.placement.locality import is_host_memory
@@ -66,19 +65,11 @@ class Leaf(abc.ABC):
         """Returns the sharding to read the saved array into; None: host memory."""
 
     @abc.abstractmethod
-    def convert(self, saved: PyTree) -> Any:
-        """Converts a saved array (None: an empty one) or JSON value to what `put` takes.
-
-        Raises:
-          OverflowError: it has values that this leaf's dtype cannot hold.
-        """
-
-    @abc.abstractmethod
     def put(self, value: PyTree) -> Any:
         """Returns the leaf's value after a restore: changed in place, or a new one.
 
         Args:
-          value: what `convert` returned.
+          value: what `convert` returned for it.
         """
 
 
@@ -113,6 +104,15 @@ def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
             "returns a tree of the variables in it",
         )
     )
+
+
+def keeps_own_state(value: object) -> bool:
+    """Returns whether `value` has a state of its own, as data iterators do.
+
+    Only its class is looked at, since reading an attribute of an arbitrary object may run code.
+    """
+    methods = (getattr(type(value), name, None) for name in ("get_state", "set_state"))
+    return all(callable(method) for method in methods)
 
 
 def _is_array(value: object) -> bool:
@@ -166,9 +166,6 @@ class VariableLeaf(Leaf):
         v = self.value
         is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
         return v.sharding if is_value and not self.spec.is_key else None
-
-    def convert(self, saved: PyTree) -> Any:
-        return _array(self.spec, saved)
 
     def put(self, value: PyTree) -> Variable:
         self.value.write(value)
@@ -229,9 +226,6 @@ class ArrayLeaf(Leaf):
             return self.value.sharding if self.value.committed else None
         return getattr(self.value, "sharding", None)
 
-    def convert(self, saved: PyTree) -> Any:
-        return _array(self.spec, saved)
-
     def put(self, value: PyTree) -> Any:
         if isinstance(self.value, np.generic):
             return np.asarray(value)[()]
@@ -260,9 +254,6 @@ class PerReplicaLeaf(Leaf):
         topology = self.value.topology
         return topology.per_replica if topology.is_placed and not self.spec.is_key else None
 
-    def convert(self, saved: PyTree) -> Any:
-        return _array(self.spec, saved)
-
     def put(self, value: PyTree) -> PerReplica:
         topology = self.value.topology
         if topology.is_placed:
@@ -283,14 +274,10 @@ class NumberLeaf(Leaf):
         return Spec("number", dtype=type(self.value).__name__)
 
     def snapshot(self) -> Any:
-        return json_values.encode(self.value)
+        return encode(self.value)
 
     def sharding(self) -> None:
         return None
-
-    def convert(self, saved: PyTree) -> Any:
-        value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
-        return type(self.value)(value)
 
     def put(self, value: PyTree) -> Any:
         return value
@@ -310,7 +297,7 @@ class StateLeaf(Leaf):
 
     def snapshot(self) -> Any:
         try:
-            return json_values.encode(self.value.get_state())
+            return encode(self.value.get_state())
         except TypeError as error:
             raise CheckpointError(
                 message(
@@ -324,9 +311,6 @@ class StateLeaf(Leaf):
 
     def sharding(self) -> None:
         return None
-
-    def convert(self, saved: PyTree) -> Any:
-        return json_values.decode(saved)
 
     def put(self, value: PyTree) -> Any:
         self.value.set_state(value)
@@ -357,16 +341,80 @@ def _as_writable(value: PyTree) -> Any:
     return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
 
 
-def _array(spec: Spec, saved: PyTree) -> Any:
-    """Returns the array for `spec` from its saved form (None: an empty array)."""
+def convert(spec: Spec, saved: PyTree) -> Any:
+    """Returns what `put` takes for a place of this spec.
+
+    Args:
+      spec: that of the leaf.
+      saved: an array (None: an empty one) or JSON value.
+
+    Raises:
+      OverflowError: it has values that the dtype cannot hold.
+    """
+    if spec.form == "state":
+        return decode(saved)
+    if spec.form == "number":
+        value = saved.item() if hasattr(saved, "item") else decode(saved)
+        return NUMBER_TYPES[spec.dtype](value)
     if spec.is_key:
         if saved is None:
             one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
             saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
-        data = saved if hasattr(saved, "dtype") else json_values.decode(saved)
+        data = saved if hasattr(saved, "dtype") else decode(saved)
         return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
     if saved is None:
         return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
     if not isinstance(saved, (jax.Array, np.ndarray)):
-        saved = np.asarray(json_values.decode(saved))
+        saved = np.asarray(decode(saved))
     return cast(saved, spec.dtype)
+
+
+# -- states and numbers as JSON ------------------------------------------------
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def encode(value: object) -> Any:
+    """Returns `value` as JSON.
+
+    Raises:
+      TypeError: it contains something other than numbers, text, bytes, lists, tuples,
+        dicts and numpy arrays.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return {type(value).__name__: [encode(x) for x in value]}
+    if type(value) is dict:
+        return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        data = base64.b64encode(np.asarray(value).tobytes()).decode()
+        return {"numpy": [data, value.dtype.str, list(value.shape), isinstance(value, np.generic)]}
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+
+
+def encode_array(array: np.ndarray) -> Any:
+    """Returns an array as JSON; dtypes that numpy does not have become float32."""
+    return encode(array if array.dtype.kind in "biufc" else array.astype(np.float32))
+
+
+def decode(saved: PyTree) -> Any:
+    """Returns the value passed to `encode`."""
+    if not isinstance(saved, dict):
+        return saved
+    ((kind, content),) = saved.items()
+    if kind == "complex":
+        return complex(*content)
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in content}
+    if kind == "numpy":
+        data, dtype, shape, is_scalar = content
+        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+        return array[()] if is_scalar else array
+    return (list if kind == "list" else tuple)(decode(x) for x in content)

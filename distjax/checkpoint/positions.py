@@ -49,19 +49,3 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
             "let all read the same global batches, whose position holds for any number",
         )
     )
-
-
-def first_failure(joined: Job | None, failure: tuple[str, str]) -> tuple[str, str]:
-    """Returns the key and text of the failure of the first process that had one.
-
-    Args:
-      joined: the job; None: one process.
-      failure: the key and text of this process's own; two empty texts if it had none.
-    """
-    if joined is None:
-        return failure
-    said = exchange(joined, "the restoration of the position in the data", json.dumps(failure))
-    for process, (key, text) in enumerate(map(json.loads, said)):
-        if text:
-            return key, f"on {joined.name_process(process)}: {text}"
-    return "", ""

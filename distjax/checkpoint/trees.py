@@ -5,25 +5,39 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from distjax import jax_compat
-from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
-from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node, setting_of
+from distjax.checkpoint.leaves import Leaf, VariableLeaf, keeps_own_state, make_leaf
 from distjax.context import frames
+from distjax.data.dataset import DistributedDataset
 from distjax.errors import CheckpointError, ContextError, message
+from distjax.objects.held_arrays import attributes_of
+from distjax.placement.per_replica import is_per_replica
 from distjax.replica.partitioned_tree import is_array_or_struct
 from distjax.replica.static import is_module
+from distjax.strategies.default import DefaultExtended
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
+from distjax.variables.variable import Variable
 
 #: Rebuilds a tree from the value at each key.
 _Rebuild = Callable[[Mapping[str, Any]], Any]
 
 #: The key of a tree that is a single leaf.
 _ROOT_KEY = "value"
+
+#: Objects whose attributes are not part of a user's state.
+_CLOSED = (
+    *(type, types.FunctionType, types.MethodType, types.ModuleType),
+    *(Strategy, StrategyExtended, DefaultExtended),
+    DistributedDataset,  # its iterator has the position; the user's dataset may be read ahead
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +96,9 @@ def _visit(prefix: str, value: PyTree, leaves: list[Leaf], setting: str = "") ->
       prefix: the key of `value`.
       value: a part of the tree.
       leaves: the leaves before it; appended to.
-      setting: the setting that its values depend on: see `setting_of`.
+      setting: the setting that its values depend on: see `_setting_of`.
     """
-    is_leaf = lambda x: is_node(x) or (is_module(x) and x is not value)
+    is_leaf = lambda x: _is_node(x) or (is_module(x) and x is not value)
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     parts = [
         _visit_node(_join_path(prefix, path), node, leaves, setting, in_module=is_module(value))
@@ -98,23 +112,23 @@ def _visit_node(
 ) -> _Rebuild:
     if is_module(node):
         return _visit(key, node, leaves, setting)
-    if is_nnx(node):
+    if _is_nnx(node):
         return _visit_nnx(key, node, leaves)
-    inside = inside_of(node)
+    inside = _inside_of(node)
     if inside is not None:
         parts = [
             _visit(
                 "/".join(part for part in (key, name) if part),
                 child,
                 leaves,
-                setting_of(node, name) or setting,
+                _setting_of(node, name) or setting,
             )
             for name, child in inside
         ]
         # Its contents are restored in place.
         return lambda values: ([part(values) for part in parts], node)[1]
     # As in the arguments of `run`: what is not an array in an Equinox module is part of its code.
-    if in_module and not (is_array_or_struct(node) or is_node(node)):
+    if in_module and not (is_array_or_struct(node) or _is_node(node)):
         return lambda values: node
     leaf = make_leaf(key or _ROOT_KEY, node, setting)
     leaves.append(leaf)
@@ -157,3 +171,76 @@ def _require_outside(method: str) -> None:
             "between steps",
         )
     )
+
+
+# -- objects that are searched for state, though JAX treats them as leaves ---------------
+
+
+def _is_nnx(value: object) -> bool:
+    """Returns whether `value` is a Flax NNX object or the state of one."""
+    nnx = sys.modules.get("flax.nnx")  # if not imported, nothing can be one
+    return nnx is not None and isinstance(value, (nnx.Pytree, nnx.State))
+
+
+def _keeps_variables(value: object) -> bool:
+    """Returns whether `value` declares the variables it keeps."""
+    return callable(getattr(type(value), "kept_variables", None))
+
+
+def _is_node(value: object) -> bool:
+    """Returns whether distjax handles `value` itself, rather than JAX flattening it."""
+    return (
+        isinstance(value, Variable)
+        or is_per_replica(value)
+        or _is_nnx(value)
+        or keeps_own_state(value)
+        or _keeps_variables(value)
+    )
+
+
+def _inside_of(value: PyTree) -> list[tuple[str, Any]] | None:
+    """Returns the state that `value` keeps, with paths; None if there is none to find.
+
+    These are the variables, NNX objects and iterators in ``value.kept_variables()``,
+    or else among its attributes, recursively, each once. Arrays and numbers there
+    are left out, since they could not be restored in place.
+    """
+    if _keeps_variables(value):
+        return list(_find_objects("", value.kept_variables(), set()))
+    if _is_node(value):
+        return None
+    return list(_find_objects("", value, set())) or None
+
+
+def _setting_of(value: object, name: str) -> str:
+    """Returns the setting, as code, that the values at `name` inside of `value` depend on.
+
+    An object with `kept_variables()` may have a method `kept_settings()` too: texts by the first
+    part of the path. "" stands for none.
+    """
+    method = getattr(type(value), "kept_settings", None)
+    return "" if method is None else method(value).get(name.partition("/")[0], "")
+
+
+def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if _is_node(value) and not is_per_replica(value):
+        yield name, value
+        return
+    for key, child in _children(value):
+        yield from _find_objects(f"{name}/{key}" if name else key, child, seen)
+
+
+def _children(value: PyTree) -> list[tuple[str, Any]]:
+    as_dict = getattr(type(value), "_asdict", None)
+    if as_dict is not None:  # a namedtuple, e.g. an optax state
+        value = as_dict(value)
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [(str(i), child) for i, child in enumerate(value)]
+    if isinstance(value, _CLOSED):
+        return []
+    return attributes_of(value)

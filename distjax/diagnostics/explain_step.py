@@ -1,23 +1,47 @@
-"""dj.explain: what a step communicates, costs and proves, without running it."""
+"""dj.explain: what a step communicates, costs and proves, without running it; and dj.check.
+
+Proofs are made while a program is traced, and only there are they tied to the user's paths. So an
+observer is put on the stack of frames, and the step is traced anew, into a program of its own,
+which is discarded. Shape-only traces (loops before their fixpoint, merge functions before
+localities are known) run unobserved, since their findings may not hold. Creating a variable
+meanwhile is an error, raised in the constructor, so that no attribute is set.
+
+With servers the collectives are those of a worker's programs, which run on its devices; all else
+is read from the step as one program. Cutting a step traces merges unobserved, so an operation of a
+library in a merge has no line there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.context import frames
+from distjax.context.finding import Finding
+from distjax.context.observer import Proof, ProvesLocality
 from distjax.context.scoping import require_strategy
-from distjax.diagnostics.explanation import Cut, Explanation, Memory, VariableUse
-from distjax.diagnostics.notes import Notes
-from distjax.diagnostics.program_collectives import list_compiled, list_lowered
-from distjax.errors import ContextError, UnsupportedError, message
+from distjax.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
+from distjax.diagnostics.explanation import (
+    Cut,
+    EqualReduction,
+    Explanation,
+    Memory,
+    RunProof,
+    VariableUse,
+)
+from distjax.errors import CheckError, ContextError, UnsupportedError, message
+from distjax.jax_compat import Literal
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.topology import Topology
 from distjax.program.ahead import CompiledProgram, LoweredProgram
 from distjax.program.jit import CompiledFunction, jit
 from distjax.program.run_step import compile_on_replicas
@@ -109,6 +133,44 @@ def explain(
         possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
         cut=cutting.describe_cut(fn, args, kwargs) if cutting else None,
     )
+
+
+def check(
+    fn: Callable[..., Any], /, *args: PyTree, strategy: Strategy | None = None, **kwargs: PyTree
+) -> None:
+    """Raises if anything about a step is probably wrong; runs and changes nothing.
+
+    Meant for a test of your training step. A plain run raises errors and issues warnings;
+    notes, which correct programs may cause as well, appear only here and in `dj.explain`.
+
+    Args:
+      fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
+        `strategy.run`; or, with `strategy`, a replica function.
+      *args: its arguments, as in a call.
+      strategy: the strategy whose replicas run ``fn``.
+      **kwargs: its keyword arguments.
+
+    Context: any, outside traces. Cost: one trace.
+
+    Raises:
+      CheckError: there are findings that no `dj.expect` declares as intended; lists each
+        error, warning and note with its line and its fix.
+      ContextError: called inside a trace, or ``fn`` would create variables.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> def step(params, x):
+      ...     return {"w": params["w"] - 0.1 * x}
+      >>> x = strategy.distribute_values_from_function(lambda ctx: jnp.ones(3))
+      >>> dj.check(step, {"w": jnp.ones(3)}, x, strategy=strategy)
+      Traceback (most recent call last):
+      distjax.errors.CheckError: step needs to be a step in which dj.check finds nothing...
+    """
+    notes = Notes(collects_findings=True)
+    lower_step(fn, args, kwargs, strategy, notes, "check")
+    found = [finding for finding in notes.findings if finding.expected is None]
+    if found:
+        raise CheckError(_text(function_name(fn), found), tuple(found))
 
 
 def lower_step(
@@ -263,3 +325,150 @@ def _memory(compiled: CompiledProgram) -> Memory:
 
 
 _PARTS = ("argument", "output", "temp", "alias")
+
+
+# -- what dj.check says ----------------------------------------------------------
+
+_LEVELS = ("error", "warning", "note")
+
+
+def _text(name: str, found: Sequence[Finding]) -> str:
+    found = sorted(found, key=lambda finding: _LEVELS.index(finding.level))
+    counts = Counter(finding.level for finding in found)
+    text = message(
+        f"{name} needs to be a step in which dj.check finds nothing",
+        got=", ".join(f"{n} {level}{'s' if n > 1 else ''}" for level, n in counts.items()),
+        why="such steps train, but not as one device with the whole batch would",
+        fix="as each finding says; or, where it is meant: with dj.expect(reason)",
+    )
+    return "\n".join([text, *map(_describe, found)])
+
+
+def _describe(finding: Finding) -> str:
+    head = f"{finding.level}: {finding.rule}, at {finding.source}"
+    return textwrap.indent(f"{head}\n{textwrap.indent(finding.text, '  ')}", "  ")
+
+
+# -- what the traces prove --------------------------------------------------------
+
+
+class Notes:
+    """The observer of `dj.explain` and `dj.check` (see `distjax.context.observer`).
+
+    Duplicates are recorded once, since JAX traces some bodies more than once.
+
+    Args:
+      collects_findings: whether findings are only recorded instead of raised or warned about.
+    """
+
+    def __init__(self, collects_findings: bool = False) -> None:
+        self.collects_findings = collects_findings
+        self.findings: dict[Finding, None] = {}
+        self.runs: dict[RunProof, None] = {}
+        self.equal_reductions: dict[EqualReduction, None] = {}
+        self.reads: Sequence[Any] = ()
+        self.writes: Sequence[Any] = ()
+        self.results: tuple[tuple[str, str], ...] = ()
+        self.merge_lines: list[str] = []
+        self._open_merges: list[int] = []
+
+    def on_program(
+        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+    ) -> None:
+        """Records the variables and results of the whole program."""
+        self.reads, self.writes, self.results = reads, writes, _letters(results)
+
+    def on_run(
+        self,
+        topology: Topology,
+        name: str,
+        args: Sequence[Proof],
+        results: Sequence[Proof],
+        why: Sequence[tuple[str, bool, str]],
+    ) -> None:
+        """Records what was proved about one replica function."""
+        line, count = self._calling_line(), topology.num_replicas
+        reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
+        self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
+
+    def on_segment(
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+    ) -> None:
+        """Records reductions of equal values in replica code."""
+        for eqn in equal_reductions(jaxpr, varying, analysis):
+            self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
+
+    @contextlib.contextmanager
+    def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
+        """Stages a merge in a named scope, from which its line is found later."""
+        index = len(self.merge_lines)
+        self.merge_lines.append(user_lines.source_line(eqn))
+        self._open_merges.append(index)
+        with jax.named_scope(merge_scope(index)):
+            yield
+        self._open_merges.pop()
+
+    def on_equal_reduction(self, what: str) -> None:
+        """Records a reduction of an equal value in cross-replica code."""
+        self._note_reduction(what, self._calling_line())
+
+    def on_finding(self, finding: Finding) -> None:
+        """Records a finding."""
+        self.findings[finding] = None
+
+    def _note_reduction(self, what: str, source: str) -> None:
+        self.equal_reductions[EqualReduction(what, source)] = None
+
+    def _calling_line(self) -> str:
+        scopes = "/".join(map(merge_scope, self._open_merges))
+        frames = list(user_lines.calling_frames())
+        return user_line(frames, scopes, self.merge_lines) or user_lines.UNKNOWN
+
+
+def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:
+    return tuple((path, "T" if varying else "M") for path, varying in proofs)
+
+
+_REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
+
+
+def equal_reductions(
+    jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+) -> Iterator[Any]:
+    """Yields the equations of replica code, at any depth, that reduce an equal value.
+
+    Transposes of reductions are skipped, since the user did not write them.
+
+    Args:
+      jaxpr: replica code.
+      varying: which of its inputs may differ between replicas.
+      analysis: the rules of the replica axis.
+    """
+    env = analysis.values(jaxpr, varying)
+    for eqn in jaxpr.eqns:
+        ins = [not isinstance(v, Literal) and env[v] for v in eqn.invars]
+        is_reduction = eqn.primitive.name in _REDUCTIONS and analysis.over_replicas(eqn)
+        if is_reduction and not all(ins) and "transpose(" not in str(eqn.source_info.name_stack):
+            yield eqn
+        outs = [env[v] for v in eqn.outvars]
+        for inner, inner_ins in _inner(eqn, ins, outs):
+            yield from equal_reductions(inner, inner_ins, analysis)
+
+
+def _inner(
+    eqn: jax_compat.JaxprEqn, ins: list[bool], outs: list[bool]
+) -> Iterator[tuple[Any, list[bool]]]:
+    """Yields the jaxprs that an equation runs, and whether each input may vary."""
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
+        ins = [*consts, *outs[: len(carry)], *xs]  # the carry at the fixpoint
+    elif name == "while":
+        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        yield body, [*jax_compat.split_while_inputs(eqn, ins)[1], *outs]
+        return
+    elif name == "cond":
+        ins = ins[1:]
+    for inner in jax_compat.sub_jaxprs(eqn):
+        if len(inner.invars) == len(ins):
+            yield inner, ins

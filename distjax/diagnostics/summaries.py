@@ -8,10 +8,13 @@ kept, and raised by the next call of the writer.
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import math
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,84 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.diagnostics.first_process import is_first_process
-from distjax.diagnostics.sinks import FORMATS, RESERVED, Sink
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
+
+#: The names of a record's own numbers, which no value may have.
+RESERVED = ("time", "step")
+
+
+def is_first_process() -> bool:
+    """Returns whether this process writes summaries and shows progress."""
+    return jax.process_index() == 0
+
+
+def progress(iterable: Iterable[Any], **options: PyTree) -> Iterable[Any]:
+    """Returns `iterable` with a progress bar on the first process.
+
+    The bar is tqdm's. Without tqdm, and on other processes, returns `iterable` unchanged.
+
+    Args:
+      iterable: what the loop iterates over.
+      **options: tqdm's options, such as `desc`, `total`, `disable`.
+
+    Example:
+      >>> sum(dj.diagnostics.progress(range(4), disable=True))
+      6
+    """
+    if importlib.util.find_spec("tqdm") is None or not is_first_process():
+        return iterable
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, **options)
+
+
+class JsonLines:
+    """The file summaries.jsonl in a directory: an object a line, added to what is there."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / "summaries.jsonl").open("a", buffering=1, encoding="utf-8")
+
+    def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Adds a line; `seconds` is the Unix time."""
+        # NaN and infinity are not valid JSON: a loss that blew up is written as a string.
+        exact = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
+        self._file.write(json.dumps({"time": seconds, "step": step, **exact}) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in a directory, which tensorboardX writes and `tensorboard --logdir` shows."""
+
+    def __init__(self, directory: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                message(
+                    "TensorBoard event files need the package tensorboardX",
+                    got="no such package",
+                    why="it is an optional part of distjax",
+                    fix="pip install 'distjax[diagnostics]'; formats=('jsonl',) needs nothing",
+                )
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+        self.close = self._writer.close
+
+    def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Adds a scalar for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=seconds)
+
+
+#: Made in this order: without its package, TensorBoard fails before a file is there.
+FORMATS = {"tensorboard": TensorBoard, "jsonl": JsonLines}
 
 
 class SummaryWriter:
@@ -63,7 +138,7 @@ class SummaryWriter:
             )
         self._lock = threading.Lock()
         made = [name for name in FORMATS if name in formats] if is_first_process() else []
-        self._sinks: list[Sink] = [FORMATS[name](Path(directory)) for name in made]
+        self._sinks = [FORMATS[name](Path(directory)) for name in made]
         self._is_closed = False
         self._failure: Exception | None = None  # of a write while a program ran
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
-from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.diagnostics.picture import Block, Picture
 from distjax.errors import ContextError, describe_value, message
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.topology import Topology
+from distjax.tables import Table
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
-Span = tuple[int, int]
 
+def visualize(x: PyTree) -> Table:
+    """Returns a table of which devices hold which part of a value.
 
-def visualize(x: PyTree) -> Picture:
-    """Returns a picture of which device holds which part of a value.
-
-    Print it, or make it the last line of a notebook cell. The vertical axis is the
-    replica axis or the first split axis, the horizontal axis the second split axis.
+    Print it, or make it the last line of a notebook cell.
 
     Args:
       x: a PerReplica, a variable, or a JAX array.
@@ -39,20 +32,34 @@ def visualize(x: PyTree) -> Picture:
       >>> x = strategy.run(lambda: dj.get_replica_context().replica_id_in_sync_group * jnp.ones(3))
       >>> print(dj.visualize(x))
       PerReplica float32[3] on 2 replicas
-      +--...--+
-      | replica 0 on ... |
-      +--...--+
-      | replica 1 on ... |
-      +--...--+
+        replica 0  ...
+        replica 1  ...
 
-    Source: `jax.debug.visualize_array_sharding`.
+    Source: `jax.debug.visualize_array_sharding`, which draws arrays of one or two axes.
     """
     array = _array_of(x)
-    caption = _caption(x, array)
+    if isinstance(x, PerReplica):
+        caption = f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
+    elif isinstance(x, Variable):
+        caption = f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {x.layout}"
+    else:
+        caption = f"Array {array.dtype}{list(array.shape)}"
+    holders: dict[str, list[jax.Device]] = {}
     if isinstance(x, PerReplica) or (isinstance(x, Variable) and x.policy.stacked):
         topology = x.topology if isinstance(x, PerReplica) else x.strategy.extended.topology
-        return Picture(caption, _replica_blocks(topology, array))
-    return Picture(caption, _blocks(array.shape, array.sharding))
+        for r in range(topology.num_replicas):
+            holders[f"replica {r}"] = list(topology.replica_devices(r))
+    else:
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            holders.setdefault(_as_text(index, array.shape), []).append(device)
+    rows = ((part, ", ".join(map(str, devices))) for part, devices in holders.items())
+    return Table(caption, (), tuple(rows))
+
+
+def _as_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    spans = [(*cut.indices(size)[:2], size) for cut, size in zip(index, shape, strict=True)]
+    axes = [":" if (a, b) == (0, size) else f"{a}:{b}" for a, b, size in spans]
+    return "whole" if set(axes) <= {":"} else f"[{', '.join(axes)}]"
 
 
 def _array_of(x: PyTree) -> jax.Array:
@@ -79,45 +86,3 @@ def _array_of(x: PyTree) -> jax.Array:
             )
         )
     return array
-
-
-def _caption(x: object, array: jax.Array) -> str:
-    if isinstance(x, PerReplica):
-        return f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
-    if isinstance(x, Variable):
-        return f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {x.layout}"
-    return f"Array {array.dtype}{list(array.shape)}"
-
-
-def _replica_blocks(topology: Topology, stacked: jax.Array) -> tuple[Block, ...]:
-    width = (0, stacked.shape[1] if stacked.ndim > 1 else 1)
-    return tuple(
-        Block(r, 0, (r, r + 1), width, f"replica {r} on {_names(topology.replica_devices(r))}")
-        for r in range(topology.num_replicas)
-    )
-
-
-def _blocks(shape: tuple[int, ...], sharding: Sharding) -> tuple[Block, ...]:
-    """Returns the blocks of an array along its first two split axes."""
-    spans: dict[jax.Device, tuple[Span, ...]] = {
-        device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        for device, index in sharding.devices_indices_map(shape).items()
-    }
-    split = [i for i in range(len(shape)) if len({span[i] for span in spans.values()}) > 1]
-    whole = [i for i in range(len(shape)) if i not in split]
-    axes = sorted([*split, *whole][:2])
-    sides = [sorted({span[axis] for span in spans.values()}) for axis in axes]
-    sides += [[(0, 1)]] * (2 - len(sides))
-    holders: dict[tuple[Span, ...], list[jax.Device]] = {}
-    for device, span in spans.items():
-        place = (*(span[axis] for axis in axes), (0, 1), (0, 1))[:2]
-        holders.setdefault(place, []).append(device)
-    return tuple(
-        Block(i, j, rows, columns, _names(holders[rows, columns]))
-        for i, rows in enumerate(sides[0])
-        for j, columns in enumerate(sides[1])
-    )
-
-
-def _names(devices: Sequence[jax.Device]) -> str:
-    return ", ".join(map(str, devices))

@@ -8,6 +8,7 @@ equal on every replica are found by comparing them, where a compiled strategy pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,12 +29,11 @@ from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.replica.call_checks import require_call
 from distjax.replica.static import mark_modules, unmark
-from distjax.strategies.steps import MultiStepContext
+from distjax.strategies.steps import MultiStepContext, require_steps
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_no_objects, run_replicas
-from distjax.testing.reference_steps import run_steps
 from distjax.testing.reference_values import (
     combine,
     combine_within,
@@ -277,10 +277,21 @@ class ReferenceExtended:
         iterations: int = 1,
         initial_loop_values: Mapping[str, PyTree] | None = None,
     ) -> MultiStepContext:
-        """Runs K steps, one after the other, in cross-replica context."""
+        """Runs up to K steps, one after the other, in cross-replica context."""
         self._require_context("run_steps_on_iterator")
         with self.strategy.scope():
-            return run_steps(fn, iterator, iterations, initial_loop_values)
+            iterations = require_steps(fn, iterator, iterations, initial_loop_values)
+            context = MultiStepContext(initial_loop_values)
+            for element in itertools.islice(iterator, iterations):
+                is_carried = initial_loop_values is not None
+                step = MultiStepContext(context.last_step_outputs if is_carried else None)
+                fn(step, element)
+                context.last_step_outputs.update(jax.tree.map(jnp.asarray, step.last_step_outputs))
+                context.non_tensor_outputs.update(step.non_tensor_outputs)
+                context.iterations += 1
+            if context.iterations == 0:
+                raise StopIteration
+            return context
 
     # -- variables ------------------------------------------------------------
 

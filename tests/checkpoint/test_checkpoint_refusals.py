@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_program(tmp_path):
 
 def test_a_checkpoint_of_a_later_format(checkpointer, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.description.FORMAT", 2)
+        patch.setattr("distjax.checkpoint.saved.FORMAT", 2)
         checkpointer.save(1, {"x": 1})
         checkpointer.wait()
         assert checkpointer.restore({"x": 0}) == {"x": 1}
@@ -234,7 +234,7 @@ def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
     """Each process would write by itself, to one directory."""
     joined = make_job()
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.origin.job", lambda: joined)
+        patch.setattr("distjax.checkpoint.storage.job", lambda: joined)
         with pytest.raises(CheckpointError) as error:
             checkpointer.save(1, {"x": 1})
     assert str(error.value).splitlines() == [
@@ -247,9 +247,25 @@ def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
     assert not os.path.exists(checkpointer.directory)
     checkpointer.save(1, {"x": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.origin.job", lambda: joined)
+        patch.setattr("distjax.checkpoint.storage.job", lambda: joined)
         with pytest.raises(CheckpointError, match="to be constructed after the process has join"):
             checkpointer.restore({"x": 0})
+    assert checkpointer.restore({"x": 0}) == {"x": 1}
+
+
+def test_a_directory_that_cannot_be_read(checkpointer, monkeypatch):
+    def refuse(path):
+        raise PermissionError("closed to this user")
+
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(os, "scandir", refuse)
+        checkpointer.latest_step()
+    assert str(error.value).splitlines()[:2] == [
+        f"a look at the steps needs a directory that can be read, {checkpointer.directory!r}.",
+        "  Got: PermissionError: closed to this user.",
+    ]
     assert checkpointer.restore({"x": 0}) == {"x": 1}
 
 

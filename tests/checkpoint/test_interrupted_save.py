@@ -81,7 +81,7 @@ def test_a_signal_while_orbax_reads_is_no_damaged_file(pair, checkpointer, monke
         tree = [dj.Variable(jnp.zeros(3))]
     checkpointer.save(1, [jnp.ones(3)])
     checkpointer.wait()
-    restore, go_on, main = ocp.CheckpointManager.restore, threading.Event(), threading.main_thread()
+    restore, go_on, main = ocp.Checkpointer.restore, threading.Event(), threading.main_thread()
 
     def slow(*args, **kwargs):
         signal.pthread_kill(main.ident, signal.SIGALRM)
@@ -91,7 +91,7 @@ def test_a_signal_while_orbax_reads_is_no_damaged_file(pair, checkpointer, monke
     before = signal.signal(signal.SIGALRM, ring)
     try:
         with monkeypatch.context() as patch, pytest.raises(Alarm):
-            patch.setattr(ocp.CheckpointManager, "restore", slow)
+            patch.setattr(ocp.Checkpointer, "restore", slow)
             checkpointer.restore(tree)
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.diagnostics import sinks
+from distjax.diagnostics import summaries
 from tests.replicas import ids
 
 
@@ -197,7 +197,7 @@ def test_unknown_formats(formats, tmp_path):
 def test_tensorboard_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError) as error:
-        sinks.TensorBoard(tmp_path)
+        summaries.TensorBoard(tmp_path)
     assert first_line(error) == "TensorBoard event files need the package tensorboardX."
     with pytest.raises(ImportError):
         dj.diagnostics.SummaryWriter(tmp_path / "run", formats=("jsonl", "tensorboard"))
@@ -274,7 +274,7 @@ def test_an_error_of_the_file_is_raised_after_the_step(pair, tmp_path, monkeypat
     writer = dj.diagnostics.SummaryWriter(tmp_path)
     run = counting(pair, writer)
     with monkeypatch.context() as patch:
-        patch.setattr(sinks.JsonLines, "add", full)
+        patch.setattr(summaries.JsonLines, "add", full)
         assert run() == 1
     with pytest.raises(OSError, match="No space left"):
         writer.write(1, {"x": 1}) if method == "write" else writer.close()

@@ -10,6 +10,7 @@ import pytest
 
 import distjax as dj
 from distjax.cluster.job import job
+from distjax.cluster.meeting import exchange
 from tests.processes import groups
 from tests.processes.test_local_views import STRATEGIES
 
@@ -167,15 +168,17 @@ def test_a_step_that_cannot_be_removed_is_known_to_all(group, tmp_path):
 def lose_a_process(directory):
     """The classes of what a save and a restore raise where a process does not come to a meeting."""
 
-    def wait_in_vain(*args):
-        raise dj.errors.StuckError("no process 2")
+    def wait_in_vain(joined, occasion, *args):
+        if occasion in ("the start of a save", "the reading of a checkpoint"):
+            raise dj.errors.StuckError("no process 2")
+        return exchange(joined, occasion, *args)
 
     v = split_noise()
     with dj.checkpoint.Checkpointer(directory) as checkpointer:
         checkpointer.save(1, [v])
         checkpointer.wait()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("distjax.checkpoint.storage.done_by_all", wait_in_vain)
+            patch.setattr("distjax.checkpoint.together.exchange", wait_in_vain)
             for do in (lambda: checkpointer.save(2, [v]), lambda: checkpointer.restore([v])):
                 with pytest.raises(dj.errors.StuckError, match="^no process 2$"):
                     do()

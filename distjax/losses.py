@@ -1,4 +1,10 @@
-"""The mean loss of a global batch, from each replica's part of it."""
+"""average_loss: the mean loss of a global batch, from each replica's part of it.
+
+The mean of the replicas' means equals the mean of the batch only if every replica has the same
+number of examples. With padding or weights it does not, and the gradient is wrong too. Here each
+replica divides its own sum by the count over all replicas, so the sum over the replicas, of losses
+and of gradients, is the mean over the whole batch for any R.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,8 @@ from distjax.errors import BatchError, describe_value, message
 from distjax.masks import require_mask, spread_mask
 from distjax.modes import ReduceOp
 from distjax.typing import ArrayLike, ReduceOpLike
+
+__all__ = ["average_loss"]
 
 
 def average_loss(

@@ -1,9 +1,21 @@
-"""Metric: the behavior common to all metrics, in each context."""
+"""Metrics: totals per replica, combined when they are read.
+
+The totals are sync-on-read variables: `update` runs at every step and needs no communication;
+`result` runs rarely and all-reduces once per total. Counts are integers: a float32 count stops
+growing at 2^24 examples. Totals are read and reset together: at parameter servers closures add to
+them meanwhile, so `result` and `reset` pause these. One total with a batch and another without it
+are the mean of nothing.
+
+In cross-replica context a PerReplica is added component by component and a mirrored array as R
+equal copies, so proving a value equal does not change a metric. A host value is one batch and
+counts once. A JAX array that is not on the replicas could be either, and is rejected.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,16 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import user_mesh
+from distjax.collectives.ops import sum_dtype
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
-from distjax.errors import describe_value, message
+from distjax.errors import BatchError, describe_value, message
+from distjax.masks import broadcast_mask
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
-from distjax.typing import PyTree
+from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable
+
+__all__ = ["Accuracy", "Mean", "Metric", "Sum"]
 
 
 class Metric(abc.ABC):
@@ -194,3 +210,179 @@ class Metric(abc.ABC):
 
 def _is_replica_of(strategy: StrategyLike, frame: Frame) -> bool:
     return frame.replica_context is not None and frame.strategy is strategy
+
+
+class Mean(Metric):
+    """The mean of all values: ``sum of values / their number``; 0 without values.
+
+    Args:
+      name: the name in messages.
+      dtype: the dtype of the sum.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     loss = dj.metrics.Mean("loss")
+      >>> def step(x, mask):
+      ...     loss.update(x, mask=mask)
+      >>> strategy.run(step, args=(jnp.array([1.0, 3.0, 8.0]), jnp.array([True, True, False])))
+      >>> float(loss.result())
+      2.0
+
+    Source: tf.keras.metrics.Mean.
+    """
+
+    def __init__(self, name: str = "mean", *, dtype: DTypeLike = jnp.float32):
+        self._dtype = jnp.dtype(dtype)
+        total = jax.ShapeDtypeStruct((), self._dtype)
+        super().__init__(name, {"total": total, "count": jax.ShapeDtypeStruct((), jnp.int32)})
+
+    def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
+        """Returns the sum and count of `values` [B, ...] where `mask` [B] is True."""
+        _require_numbers(values, self.name)
+        total, count = _masked_sum(values, mask, self._dtype)
+        return {"total": total, "count": count}
+
+    def compute(self, total: jax.Array, count: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns ``total / count``."""
+        return _divide_or_zero(total, count)
+
+
+class Sum(Metric):
+    """The sum of all values.
+
+    Args:
+      name: the name in messages.
+      dtype: the dtype of the sum.
+
+    Source: tf.keras.metrics.Sum.
+    """
+
+    def __init__(self, name: str = "sum", *, dtype: DTypeLike = jnp.float32):
+        self._dtype = jnp.dtype(dtype)
+        super().__init__(name, {"total": jax.ShapeDtypeStruct((), self._dtype)})
+
+    def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
+        """Returns the sum of `values` [B, ...] where `mask` [B] is True."""
+        _require_numbers(values, self.name)
+        return {"total": _masked_sum(values, mask, self._dtype)[0]}
+
+    def compute(self, total: jax.Array) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the total."""
+        return total
+
+
+class Accuracy(Metric):
+    """The fraction of examples whose largest logit is the label's; 0 without examples.
+
+    Args:
+      name: the name in messages.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     accuracy = dj.metrics.Accuracy()
+      >>> logits, labels = jnp.array([[0.1, 0.9], [0.8, 0.2]]), jnp.array([1, 1])
+      >>> strategy.run(accuracy.update, args=(logits, labels))
+      >>> float(accuracy.result())
+      0.5
+
+    Source: tf.keras.metrics.SparseCategoricalAccuracy.
+    """
+
+    def __init__(self, name: str = "accuracy"):
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        super().__init__(name, {"correct": count, "count": count})
+
+    def measure(
+        self, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """Returns the number of correct predictions and the number of examples.
+
+        Args:
+          logits: [B, ..., C] scores of C classes.
+          labels: integers [B, ...].
+          mask: bool [B]: which examples count.
+        """
+        logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+        is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
+        if logits.ndim == 0 or labels.shape != logits.shape[:-1] or not is_integer:
+            raise BatchError(
+                message(
+                    f"metric {self.name!r} needs logits [B, ..., C] and integer labels [B, ...]",
+                    got=f"logits {logits.shape}, labels {labels.dtype}{list(labels.shape)}",
+                    why="there is one label for each row of logits",
+                    fix="metric.update(logits, labels); from one-hot: labels.argmax(-1)",
+                )
+            )
+        with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+            hits = jnp.argmax(logits, axis=-1) == labels
+        correct, count = _masked_sum(hits, mask, jnp.int32)
+        return {"correct": correct, "count": count}
+
+    def compute(self, correct: jax.Array, count: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns ``correct / count``."""
+        return _divide_or_zero(correct, count)
+
+
+# -- totals of a batch ------------------------------------------------------------
+
+
+def _require_numbers(values: object, name: str) -> None:
+    """Raises a TypeError if `values`, for the metric of this name, cannot be an array."""
+    if not (values is None or isinstance(values, (str, bytes, Mapping))):
+        return
+    raise TypeError(
+        message(
+            f"update of metric {name!r} needs an array of numbers",
+            got=describe_value(values),
+            why="the metric is made of the sum of its values",
+            fix="metric.update(loss); of a dict of losses: a metric for each, or metric.update(sum("
+            "losses.values()))",
+        )
+    )
+
+
+# Compiled, since eager constants would be transfers, which a transfer guard may disallow.
+@functools.partial(jax.jit, static_argnums=2)
+def _masked_sum(
+    values: ArrayLike, mask: ArrayLike | None, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum and the count of the values that the mask keeps.
+
+    Args:
+      values: [B, ...], or a number.
+      mask: bool [B], or any leading part of the shape of `values`; None keeps
+        all. Masked-out values may be NaN.
+      dtype: the dtype of the total; the sum is computed in the wider of it and
+        the dtype of `values`.
+
+    Returns:
+      (sum, count as int32), both [].
+
+    Raises:
+      BatchError: a mask of the wrong dtype or shape.
+    """
+    values = jnp.asarray(values)
+    with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+        wide = jnp.promote_types(values.dtype, dtype)
+    if mask is None:
+        return jnp.sum(values.astype(wide)), jnp.asarray(values.size, jnp.int32)
+    fix = "metric.update(batch_values, mask=batch.mask)"
+    kept = broadcast_mask(mask, values.shape, "a metric's mask", fix)
+    chosen = jnp.where(kept, values, jnp.zeros_like(values))
+    return jnp.sum(chosen.astype(wide)), jnp.sum(kept.astype(jnp.int32))
+
+
+@jax.jit
+def _divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
+    """Returns ``total / count``; 0 if `count` is 0, NaN if it is negative (it wrapped around)."""
+    total, count = jnp.asarray(total), jnp.asarray(count)
+    dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
+    if dtype is not None:
+        wide = sum_dtype(dtype)
+        total, count = total.astype(wide), count.astype(wide)
+    quotient = total / jnp.where(count == 0, 1, count)
+    quotient = jnp.where(count < 0, jnp.full_like(quotient, jnp.nan), quotient)
+    quotient = jnp.where(count == 0, jnp.zeros_like(quotient), quotient)
+    return quotient if dtype is None else quotient.astype(dtype)

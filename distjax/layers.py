@@ -1,23 +1,110 @@
-"""Batch normalization over the global batch."""
+"""Distribution-aware layers: batch normalization over the global batch, and dropout.
+
+The statistics take two all-reduces, not one: `mean(x^2) - mean(x)^2` cancels where the mean is
+large, and the result would differ from that on one device. A variable cannot be written inside
+`jax.grad`, so `normalize` returns them as an auxiliary result, and `update` writes them outside.
+A batch that keeps no example moves nothing, as an empty one in TensorFlow: its mean of 0 would pull
+the moving statistics there. `update` knows it by `Statistics.count`, which is equal on every
+replica if synchronized; to write the old values instead would make the statistics differ per
+replica, as far as a proof can tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distjax.collectives.ops import sum_dtype
 from distjax.context import frames
-from distjax.errors import BatchError, describe_value, message
+from distjax.context.expectation import expect
+from distjax.errors import BatchError, ContextError, describe_value, message
 from distjax.integers import require_int
-from distjax.layers.statistics import Statistics, batch_statistics
+from distjax.masks import broadcast_mask
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable
+
+__all__ = ["BatchNormalization", "Statistics", "batch_statistics", "dropout"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Statistics:
+    """Per-feature mean and (biased) variance [C] of a batch; unpacks to these two.
+
+    Attributes:
+      mean: the mean; 0 of no values.
+      variance: the variance; 0 of no values.
+      count: the number of values of each feature that they are over, [].
+    """
+
+    mean: Any
+    variance: Any
+    count: Any = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.mean, self.variance))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.mean, self.variance)[index]
+
+
+def batch_statistics(
+    x: ArrayLike, mask: ArrayLike | None = None, *, synchronized: bool = True
+) -> Statistics:
+    """Returns the mean and variance of each feature over the global batch.
+
+    ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, with sums and n
+    over the examples of all replicas: the statistics of the whole batch on one device.
+    The variance takes a second all-reduce: from ``mean(x^2) - mean(x)^2`` a large mean
+    would cancel it.
+
+    Args:
+      x: [B, ..., C].
+      mask: bool [B] (or any leading part of the shape of `x`): which examples
+        count.
+      synchronized: if False, over this replica's batch alone.
+
+    Locality: T or M in; M out if synchronized. Context: replica or default; in
+      cross-replica context, over the given array alone.
+    Cost: two all-reduces of [C], and one of the count if there is a mask.
+
+    Raises:
+      BatchError: a mask of the wrong dtype or shape.
+    """
+    x = jnp.asarray(x)
+    x = x.astype(sum_dtype(x.dtype))
+    axes = tuple(range(x.ndim - 1))
+    context = frames.current().replica_context if synchronized else None
+
+    def over_all(value: jax.Array) -> jax.Array:
+        return value if context is None else context.all_reduce("sum", value)
+
+    if mask is None:  # the shape is the same on all replicas
+        num_replicas = 1 if context is None else context.num_replicas_in_sync
+        kept, count = None, jnp.asarray(x[..., 0].size, x.dtype) * num_replicas
+    else:
+        fix = "batch_norm(batch.data, training=True, mask=batch.mask)"
+        kept = broadcast_mask(mask, x.shape[:-1], "batch_statistics: mask", fix)
+        count = over_all(jnp.sum(kept, dtype=x.dtype))
+
+    def mean_of(values: jax.Array) -> jax.Array:
+        if kept is not None:
+            values = jnp.where(kept[..., None], values, jnp.zeros_like(values))
+        return over_all(jnp.sum(values, axis=axes)) / jnp.maximum(count, 1)
+
+    mean = mean_of(x)
+    centered = x - jnp.expand_dims(mean, axes)  # explicitly, for jax_numpy_rank_promotion
+    return Statistics(mean, mean_of(jnp.square(centered)), count)
+
 
 #: Numbers of the host.
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -143,7 +230,7 @@ class BatchNormalization:
 
         Locality: T or M in a replica, M or PerReplica outside. Cost: no collective.
         """
-        self._through_run(self._update_here, *statistics, statistics.count)
+        self._through_run(self._update_here, statistics)
 
     # -- in one context -------------------------------------------------------
 
@@ -172,9 +259,10 @@ class BatchNormalization:
         parameters = {key: v.value for key, v in self.parameters.items()}
         return self._transform(self._check_input(x), statistics, parameters)
 
-    def _update_here(self, mean: jax.Array, variance: jax.Array, count: jax.Array) -> None:
-        has_any = jnp.asarray(count) > 0  # padding alone must not move them
-        for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
+    def _update_here(self, statistics: Statistics) -> None:
+        has_any = jnp.asarray(statistics.count) > 0  # padding alone must not move them
+        pairs = zip((self.moving_mean, self.moving_variance), statistics, strict=True)
+        for moving, new in pairs:
             old = moving.value
             with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
                 moved = self.momentum * old + (1 - self.momentum) * new
@@ -233,3 +321,97 @@ def _moving(initial: np.ndarray, name: str) -> Variable:
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.MEAN,
     )
+
+
+def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool = False) -> Any:
+    """Returns `x` with a fraction of its elements zeroed and the others scaled up.
+
+    Computes ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate); the
+    expectation is `x`.
+
+    Args:
+      key: a PRNG key, equal on every replica.
+      rate: the fraction to drop, in [0, 1); the values of a JAX array are not checked.
+      x: [B, ...], of floats; in cross-replica context also a PerReplica of such.
+      synchronized: whether all replicas draw the same mask. If not, the replica's number
+        is folded into the key, and each draws its own.
+
+    Locality: T or M in; T out, or the locality of `x` if synchronized.
+    Context: any. In cross-replica context it goes through `strategy.run`, and a single
+      array comes back as a PerReplica, or Mirrored if synchronized.
+    Cost: no collective.
+
+    Raises:
+      ValueError: a rate outside [0, 1).
+      TypeError: `x` of integers or bools.
+      ContextError: a PerReplica with no active strategy.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> def step(x):
+      ...     return dj.layers.dropout(jax.random.key(0), 0.5, x, synchronized=True)
+      >>> same = strategy.run(step, args=(jnp.ones(8),))
+      >>> isinstance(same, jax.Array)
+      True
+
+    Source: Srivastava et al., 2014; tf.distribute.StrategyExtended,
+      "Distribute-aware layers" (TF 1.15).
+    """
+    _require_rate(rate)
+    frame = frames.current()
+    apply = _with_one_mask if synchronized else _with_own_mask
+    if frame.replica_context is None:
+        return frame.strategy.run(apply, args=(key, rate, x))
+    if is_per_replica(x):
+        raise ContextError(
+            message(
+                "dropout of a PerReplica needs cross-replica context of its strategy",
+                got=frame.name,
+                why="the active strategy says what one replica is",
+                fix="with strategy.scope(): dropout(key, rate, x); or strategy.run(dropout, ...)",
+            )
+        )
+    return apply(key, rate, x)
+
+
+def _require_rate(rate: ArrayLike) -> None:
+    if not isinstance(rate, (numbers.Real, np.generic, np.ndarray)):
+        return  # reading an array of JAX's would wait for its device
+    rates = np.asarray(rate)
+    outside = rates[~((rates >= 0) & (rates < 1))]  # NaN too
+    if outside.size:
+        raise ValueError(
+            message(
+                "dropout: rate needs to be at least 0 and less than 1",
+                got=str(outside[0]),
+                why="the elements that stay are scaled by 1 / (1 - rate)",
+                fix="dj.layers.dropout(key, 0.1, x)",
+            )
+        )
+
+
+def _with_own_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
+    return _drop(frames.current().replica_context.fold_in(key), rate, x)
+
+
+def _with_one_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
+    with expect("dropout(..., synchronized=True)"):
+        return _drop(key, rate, x)
+
+
+def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            message(
+                "dropout: x needs floating-point values",
+                got=describe_value(x),
+                why="the elements that stay are scaled by 1 / (1 - rate), and rounded to integers "
+                "their expectation would not be x",
+                fix="dj.layers.dropout(key, rate, x.astype(jnp.float32))",
+            )
+        )
+    fraction = 1.0 - rate  # a float, though the rate be 0
+    kept = jax.random.bernoulli(key, fraction, x.shape)
+    with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+        return jnp.where(kept, x / fraction, jnp.zeros_like(x)).astype(x.dtype)

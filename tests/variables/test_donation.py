@@ -30,6 +30,9 @@ def writer(strategy, variable, how):
 HOLDERS = {
     "value": lambda v: [v.value],
     "value twice": lambda v: [v.value, v.value],
+    "the array on a device": lambda v: [v.value.addressable_data(0)],
+    "put where it is": lambda v: [jax.device_put(v.value, v.value.sharding)],
+    "put on a device": lambda v: [jax.device_put(v.value, v.strategy.extended.worker_devices[0])],
     "shards": lambda v: [s.data for s in v.value.addressable_shards],
     "components": lambda v: list(v.local_results()),
     "one component": lambda v: [v.local_results()[-1]],

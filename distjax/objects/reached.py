@@ -42,6 +42,7 @@ from distjax.objects.references import (
     items_of,
     module_of,
     names_in,
+    names_in_texts,
     reference_to,
     stored_attributes,
 )
@@ -53,7 +54,7 @@ from distjax.variables.stored_variable import StoredVariable
 _MAX_OBJECTS = 20_000
 _ARRAYS = (jax.Array, np.ndarray, np.generic, PerReplica)
 #: Classes of Python that hold what the user puts into them.
-_HOLDERS = (types.SimpleNamespace, threading.local)
+_HOLDERS = (types.SimpleNamespace, threading.local, collections.ChainMap, collections.UserDict)
 _OF_PARTIALS = ("func", "args", "keywords")
 
 
@@ -221,7 +222,10 @@ class _Search:
         self._names.update(names_in(fn.__code__))
         if fn.__closure__:
             yield "attribute", "__closure__", fn.__closure__
-        for name in names_of_globals(fn.__code__):
+        named = names_of_globals(fn.__code__)
+        if "globals" in named:  # globals()["loss"]
+            named = (*named, *names_in_texts(fn.__code__))
+        for name in named:
             place = id(fn.__globals__), name
             if name in fn.__globals__ and place not in self._globals:
                 self._globals.add(place)

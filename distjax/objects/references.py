@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import keyword
+import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -67,13 +68,17 @@ def contents_of(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
         return
 
 
+#: `__getattribute__` of classes whose attributes are read as they are stored.
+_GET_WHAT_IS_STORED = (object.__getattribute__, threading.local.__getattribute__)
+
+
 def stored_attributes(value: Any) -> Iterator[tuple[str, str, Any]]:
     """Yields an object's attributes; those that a read would not give as they are by another road.
 
     A property would run the user's code at each call.
     """
     cls = type(value)
-    is_plain = cls.__getattribute__ is object.__getattribute__
+    is_plain = cls.__getattribute__ in _GET_WHAT_IS_STORED
     for name, part in attributes_of(value):
         if type(part) in ATOMS:
             continue
@@ -105,6 +110,14 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of attributes that `code` and the code in it use."""
     nested = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
     return frozenset(code.co_names).union(*nested)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in_texts(code: types.CodeType) -> frozenset[str]:
+    """Returns the names that stand in texts in `code` and the code in it."""
+    nested = [names_in_texts(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    own = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+    return frozenset(own).union(*nested)
 
 
 def module_of(value: Any) -> str:

@@ -1,8 +1,10 @@
 """What a step reached is compared before each call: where it lies, and what replaces it."""
 
+import collections
 import contextvars
 import functools
 import gc
+import threading
 import types
 import weakref
 
@@ -79,6 +81,13 @@ def places():
     yield "new key", t.of_key, lambda v: t.keyed.update({len(t.keyed): v})
     held = types.SimpleNamespace()
     yield "namespace", lambda: held.a.value, lambda v: setattr(held, "a", v)
+    own = threading.local()
+    yield "thread", lambda: own.a.value, lambda v: setattr(own, "a", v)
+    chain = collections.ChainMap({}, {})
+    yield "chain", lambda: chain["a"].value, lambda v: chain.maps[1].update(a=v)
+    user = collections.UserDict()
+    yield "user dict", lambda: user["a"].value, lambda v: user.update(a=v)
+    yield "globals", lambda: globals()["NAMED"].value, lambda v: globals().update(NAMED=v)
     yield "context", lambda: CONTEXT.get().value, CONTEXT.set
     default = lambda v=None: v.value
     yield "default", default, lambda v: setattr(default, "__defaults__", (v,))

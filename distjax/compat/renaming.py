@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Iterator
 from operator import attrgetter
 from typing import Any, Self
 
-import jax
-
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 
@@ -77,14 +75,6 @@ class StrategyAdapter(Adapter):
         """`dj.Strategy.scope`."""
         with self.wrapped.scope():
             yield self
-
-    def unwrap(self, value: PyTree) -> list[Any]:
-        """`dj.Strategy.local_results`, as a list."""
-        return list(self.wrapped.local_results(value))
-
-    def group(self, value: PyTree, name: str | None = None) -> Any:
-        """Blocks until `value` has been computed, and returns it (there is no graph)."""
-        return jax.block_until_ready(self.unwrap(value))
 
     def nothing_to_do(self) -> list[Any]:
         """Returns []: nothing is left to initialize or to finalize."""

@@ -90,6 +90,14 @@ class DistributionStrategy(StrategyAdapter):
         where = value if destinations is None else destinations
         return self.extended.reduce_to(aggregation, value, where)
 
+    def unwrap(self, value: PyTree) -> list[Any]:
+        """`dj.Strategy.local_results`, as a list."""
+        return list(self.wrapped.local_results(value))
+
+    def group(self, value: PyTree, name: str | None = None) -> Any:
+        """Blocks until `value` has been computed, and returns it (there is no graph)."""
+        return jax.block_until_ready(self.unwrap(value))
+
     def fetch(
         self,
         val: PyTree,

@@ -80,6 +80,8 @@ class Strategy(StrategyAdapter):
 
     call_for_each_replica = Renamed("extended.call_for_each_replica")
     broadcast = v1_12.DistributionStrategy.broadcast
+    unwrap = v1_12.DistributionStrategy.unwrap
+    group = v1_12.DistributionStrategy.group
     experimental_initialize = experimental_finalize = StrategyAdapter.nothing_to_do
 
     @property

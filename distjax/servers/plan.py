@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -93,16 +92,6 @@ class Plan:
     kept: tuple[StoredArray, ...] = ()
     varying: frozenset[int] = frozenset()
     argument_names: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def pulled_once(self) -> frozenset[str]:
-        """The keys whose pulled values only the program of the first stage uses.
-
-        Being a result is not a use: an attempt returns copies.
-        """
-        used = {slot for stage in self.stages[1:] for slot in stage.operands}
-        used.update(x for stage in self.stages for push in stage.pushes for x in push.operands)
-        return frozenset(key for slot, key in self.pulls if slot not in used)
 
 
 def writes(stage: Stage) -> bool:

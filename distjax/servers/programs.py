@@ -97,7 +97,7 @@ class Programs:
         donated: tuple[int, ...],
         outs: OutShardings | None,
     ) -> Any:
-        if _raises_for_values():  # only after running, when donated arrays would be gone
+        if raises_for_values():  # only after running, when donated arrays would be gone
             donated = ()
         found = self._jitted.get(program, {}).get((donated, outs))
         if found is not None:
@@ -131,7 +131,8 @@ def _make(
     return jitted, False
 
 
-def _raises_for_values() -> bool:
+def raises_for_values() -> bool:
+    """Returns whether JAX raises an error if a result of a program is NaN or infinite."""
     config: Any = jax.config  # these two are thread-local; pyright does not see them
     return config.jax_debug_nans or config.jax_debug_infs
 

@@ -3,13 +3,8 @@
 # One lock. It is held while a push is dispatched, not while it runs: JAX arrays are futures, so
 # the order in which pushes are dispatched is the order of the versions.
 #
-# A push runs in the memory of the values that it replaces: they are donated. A worker on the
-# server's own device is given the arrays themselves, which copies nothing. Those that only its
-# first program uses are lent: until the attempt has ended, pushes of others do not donate them.
-# The rest are given for good: the values of such a variable are never donated from then on.
-# A push is compiled twice: to donate all values, and all but those that its own plan pulls. What
-# others hold beyond that, such as what only an evaluation reads, is copied before it is donated:
-# nothing is compiled while a push waits.
+# Nobody else ever holds an array of a server: what is read is copied. So a push always runs in the
+# memory of the values that it replaces, which are donated.
 
 from __future__ import annotations
 
@@ -18,8 +13,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +26,9 @@ from distjax.placement.transfer import copied, transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import as_view, place, struct_of
 from distjax.servers.plan import Program
-from distjax.servers.programs import Given, Programs
+from distjax.servers.programs import Given, Programs, raises_for_values
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
-
-#: The numbers of a closure and of an attempt at it.
-AttemptId: TypeAlias = tuple[int, int]
 
 
 class ServerDied(Exception):
@@ -65,11 +56,8 @@ class Server:
         self._is_new = True  # a process that has never had variables learns them in a restore
         #: The bytes that each program receives and answers.
         self._traffic = weakref.WeakKeyDictionary[Program, tuple[int, int]]()
-        self._given: set[str] = set()  # keys whose arrays workers may hold for good
-        self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts hold
-        #: The variants that were compiled: the numbers of the arguments that each donates.
-        self._compiled = weakref.WeakKeyDictionary[Program, set[tuple[int, ...]]]()
         self._programs = Programs()
+        self._copy = jax.jit(_copies)  # one call for all values of a pull
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
         self._compiling = threading.Lock()
         self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
@@ -114,32 +102,26 @@ class Server:
         """
         self._removed.extend(keys)
 
-    def read(
-        self,
-        keys: Sequence[str],
-        home: Topology | None = None,
-        attempt: AttemptId | None = None,
-        pulled_once: Collection[str] = (),
-    ) -> tuple[int, list[jax.Array]]:
-        """Returns the version, and the values at that version.
+    def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
+        """Returns the version, and copies of the values at that version."""
+        with self._lock:
+            return self.version, _copies(*self._require(keys))
+
+    def pull(self, keys: Sequence[str], home: Topology) -> tuple[int, list[jax.Array]]:
+        """Returns the version, and the values at that version, for a worker in this process.
 
         Args:
           keys: the variables' keys.
-          home: the devices of a worker that needs them; None: copies on the server's device.
-          attempt: the worker's attempt, until `end_attempt`.
-          pulled_once: those keys whose values the attempt no longer needs when it pushes.
+          home: the worker's devices.
         """
-        with self._lock:
+        with self._lock:  # so that a copy begins before a push reuses the memory
             values = self._require(keys)
-            if home is None:
-                return self.version, _copies(values)
             self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
-            given, lent = self._shared_with(home, keys, pulled_once)
-            self._given |= given
-            if attempt is not None and lent:
-                self._lent[attempt] = lent
+            if values and self.device in home.devices:
+                # Not by a program where JAX looks for NaNs: an old value may have some.
+                each = raises_for_values()
+                values = list(map(copied, values)) if each else self._copy(*values)
             if home.devices != (self.device,):
-                # under the lock, so that it begins before a push reuses the memory
                 values = transfer_each(values, home.mirrored)
             return self.version, values
 
@@ -185,9 +167,6 @@ class Server:
         takes: Sequence[str],
         writes: Sequence[str],
         arrays: Sequence[Given],
-        home: Topology | None = None,
-        pulled: Iterable[str] = (),
-        pulled_once: Collection[str] = (),
     ) -> None:
         """Compiles the program of a push beforehand, since a push that compiles holds up others.
 
@@ -196,22 +175,17 @@ class Server:
           takes: see `push`.
           writes: see `push`.
           arrays: structs for the worker's operands, as `push` will have them here.
-          home: the worker's devices, if they belong to this process.
-          pulled: the keys that it will pull.
-          pulled_once: see `read`.
         """
-        with self._lock:
-            avals = [jax_compat.aval_of(value) for value in self._require(takes)]
-            given, lent = self._shared_with(home, pulled, pulled_once)
-            given |= self._given
-        here = SingleDeviceSharding(self.device)
-        held = [struct_of(aval, here) for aval in avals]
-        variants = {_donated(takes, writes, spared) for spared in (given, given | lent)}
+        held = self._structs(takes)
         with self._compiling, jax.default_device(self.device):
-            for donated in variants:
-                self._programs.compile(program, [*held, *arrays], donated)
-        with self._lock:
-            self._compiled.setdefault(program, set()).update(variants)
+            self._programs.compile(program, [*held, *arrays], _donated(takes, writes))
+
+    def compile_pull(self, keys: Sequence[str], home: Topology) -> None:
+        """Compiles what `pull` runs."""
+        held = self._structs(keys) if self.device in home.devices else ()
+        if held:
+            with self._compiling:
+                self._copy.trace(*held).lower().compile()
 
     def push(
         self,
@@ -253,11 +227,7 @@ class Server:
                 return earlier
             if before is not None:
                 self._call(before)
-            others = [keys for by, keys in self._lent.items() if by != (closure, attempt)]
-            wanted = _donated(takes, writes, self._given.union(*others))
-            donated = self._as_compiled(program, takes, wanted)
-            for i in {*donated}.difference(wanted):
-                values[i] = copied(values[i])
+            donated = _donated(takes, writes)
             with jax.default_device(self.device):  # else it is compiled for each worker's
                 results, token = self._programs.run(program, [*values, *arrays], donated)
             self._count(program, arrays, results[len(writes) :])
@@ -273,11 +243,6 @@ class Server:
             self._applied.add(closure, stage, answer)
             return answer
 
-    def end_attempt(self, attempt: AttemptId) -> None:
-        """Records that an attempt no longer holds the arrays that it was lent."""
-        with self._lock:
-            self._lent.pop(attempt, None)
-
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is over, and rejects its further pushes."""
         self.withdraw(closure)
@@ -292,7 +257,7 @@ class Server:
     def snapshot(self) -> ServerSnapshot:
         """Returns a copy of all values."""
         with self._lock:
-            copies = _copies(self._require(self._values))
+            copies = _copies(*self._require(self._values))
             return ServerSnapshot(self.version, dict(zip(self._values, copies, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
@@ -305,7 +270,7 @@ class Server:
           num_closures: all closures with lower numbers are over, whether or not the
             snapshot contains them: their further pushes are rejected.
         """
-        values = dict(zip(snapshot.values, _copies(snapshot.values.values()), strict=True))
+        values = dict(zip(snapshot.values, _copies(*snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
             # A lost server still knows which variables it had.
@@ -349,7 +314,6 @@ class Server:
             key = self._removed.popleft()
             self._values.pop(key, None)
             self._sizes.pop(key, None)
-            self._given.discard(key)
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         self._forget_removed()
@@ -362,38 +326,21 @@ class Server:
                 self.number, "no variable of that key: it was made after the snapshot"
             ) from None
 
-    def _shared_with(
-        self, home: Topology | None, keys: Iterable[str], pulled_once: Collection[str]
-    ) -> tuple[set[str], set[str]]:
-        """Returns the keys whose memory a worker shares for good, and until it has pushed."""
-        if home is None or self.device not in home.devices:
-            return set(), set()
-        # A copy on several devices may share the memory: such values are given for good.
-        lent = set(keys).intersection(pulled_once) if home.devices == (self.device,) else set()
-        return set(keys) - lent, lent
-
-    def _as_compiled(
-        self, program: Program, takes: Sequence[str], wanted: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Returns what a push donates: `wanted`, or the compiled variant that copies the least."""
-        compiled = self._compiled.get(program, {wanted})
-
-        def cost(numbers: tuple[int, ...]) -> tuple[int, int]:
-            return sum(self._sizes[takes[i]] for i in {*numbers}.difference(wanted)), -len(numbers)
-
-        return wanted if wanted in compiled else min(compiled, key=cost)
+    def _structs(self, keys: Iterable[str]) -> list[jax.ShapeDtypeStruct]:
+        """Returns what stands for values in a compilation; takes the lock."""
+        here = SingleDeviceSharding(self.device)
+        with self._lock:
+            return [struct_of(jax_compat.aval_of(x), here) for x in self._require(keys)]
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
 
 
-def _copies(values: Iterable[jax.Array]) -> list[jax.Array]:
+def _copies(*values: jax.Array) -> list[jax.Array]:
     return [jnp.array(value, copy=True) for value in values]
 
 
-def _donated(
-    takes: Sequence[str], writes: Sequence[str], spared: Collection[str]
-) -> tuple[int, ...]:
-    """Returns the argument numbers of the values that a push may donate."""
-    return tuple(i for i, key in enumerate(takes) if key in writes and key not in spared)
+def _donated(takes: Sequence[str], writes: Sequence[str]) -> tuple[int, ...]:
+    """Returns the argument numbers of the values that a push replaces."""
+    return tuple(i for i, key in enumerate(takes) if key in writes)

@@ -202,6 +202,9 @@ class _RemoteServers:
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return arrives_as(aval, sharding)
 
+    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        """Does nothing: they send their values."""
+
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
         order, server = self._order, self._servers[push.server]
         names = push.takes, push.writes

@@ -19,10 +19,10 @@ from concurrent.futures import CancelledError
 
 from distjax.program.function_cache import FunctionCache
 from distjax.servers.closure import Closure, State
+from distjax.servers.elements import PerWorkerSource
 from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
 from distjax.servers.pauses import Pause, Pauses
-from distjax.servers.streams import PerWorkerSource
 from distjax.servers.worker import Worker
 from distjax.uninterrupted import Waiters
 

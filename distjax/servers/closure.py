@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from distjax.context.thread_settings import modes_of_this_thread
+from distjax.servers.elements import Argument, DataEnded, PerWorkerSource
 from distjax.servers.engine import Ran, Task
 from distjax.servers.plan import Plan
-from distjax.servers.remote_array import Argument
-from distjax.servers.streams import DataEnded, PerWorkerSource
 
 
 class State(enum.Enum):

@@ -14,10 +14,14 @@ import jax
 from distjax.data.input_context import InputContext
 from distjax.errors import message
 from distjax.servers.crew import Crew
-from distjax.servers.in_process import refuse_pickle
 from distjax.servers.options import require_positive, require_servers, require_snapshot
 from distjax.servers.outcomes import undone
-from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
+from distjax.servers.per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    refuse_pickle,
+    require_source,
+)
 from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
 from distjax.servers.server_contract import add_totals
 from distjax.servers.snapshot import Snapshot

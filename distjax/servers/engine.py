@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from distjax.placement.topology import Topology
+from distjax.servers.elements import Argument, Elements, NumberedElements
 from distjax.servers.plan import Plan
-from distjax.servers.remote_array import Argument
 from distjax.servers.server_contract import ParameterServer
 
 
@@ -119,9 +119,9 @@ class Engine(Protocol):
     def admit(self, plan: Plan) -> None:
         """Raises if workers or servers cannot run a plan; called before queueing."""
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-        """Returns the dataset ``make()``, made in the worker's process."""
-        return make()
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
+        """Returns the elements of the dataset ``make()``, made in the worker's process."""
+        return Elements(make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         """Returns whether a worker is ready to run closures; waits for it while it is wanted."""

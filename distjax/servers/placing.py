@@ -14,8 +14,8 @@ from distjax import jax_compat
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
+from distjax.servers.elements import Argument, RemoteArray
 from distjax.servers.plan import Plan, Stage
-from distjax.servers.remote_array import Argument, RemoteArray
 
 
 def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:

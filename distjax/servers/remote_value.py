@@ -11,8 +11,8 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure
-from distjax.servers.in_process import refuse_pickle
 from distjax.servers.pauses import Pauses
+from distjax.servers.per_worker import refuse_pickle
 from distjax.typing import PyTree
 from distjax.uninterrupted import Waiters
 

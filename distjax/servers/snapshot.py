@@ -6,10 +6,10 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 
+from distjax.servers.elements import Position
 from distjax.servers.per_worker import PerWorkerIterator
 from distjax.servers.server_contract import ServerSnapshot
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import Position
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,11 +18,10 @@ from distjax.replica.call_checks import require_call
 from distjax.servers.board import Board
 from distjax.servers.closure import Call, Closure
 from distjax.servers.crew import board_of
+from distjax.servers.elements import DataEnded, PerWorkerSource, RemoteArray
 from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
-from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import DataEnded, PerWorkerSource
 from distjax.servers.worker import Worker
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 
-from distjax.servers.streams import PerWorkerSource
+from distjax.servers.elements import PerWorkerSource
 
 
 @dataclasses.dataclass(eq=False)

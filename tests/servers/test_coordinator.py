@@ -647,7 +647,7 @@ def test_a_restore_needs_data_as_long_as_before():
         for _ in range(2):
             coordinator.schedule(counter(), (iterator,)).get()
         coordinator.snapshot()
-        with pytest.raises(ValueError, match="^restore needs a per-worker dataset of at least 2"):
+        with pytest.raises(ValueError, match="^per-worker data needs a dataset of at least 2"):
             coordinator.restore()
 
 

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from distjax.placement.topology import Topology
+from distjax.servers.elements import NumberedElements
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
+from distjax.servers.on_ray.data import RemoteData
 from distjax.servers.on_ray.exported import ShippedPlan, export_plan
 from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.options import actor_options, require_options, with_devices
 from distjax.servers.on_ray.sent import Sent
 from distjax.servers.on_ray.server import RayServer, drain
 from distjax.servers.on_ray.startup import wait_for_start
-from distjax.servers.on_ray.streams import RayStreams
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan, count_writes
 
@@ -79,7 +80,7 @@ class RayEngine(Engine):
         self._worker_options = options(worker_resources)
         self._replicas: tuple[int, str]  # of a worker, and the name of their axis
         self.workers: RayWorkers
-        self._streams: RayStreams
+        self._data: RemoteData
         self._gate: Gate | None
         self._plans = weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]()
         self._numbers = itertools.count()  # of plans
@@ -104,7 +105,7 @@ class RayEngine(Engine):
         options = with_devices(self._worker_options, self._replicas[0])
         make_worker = functools.partial(_make_worker, options, *self._replicas)
         self.workers = RayWorkers(make_worker, self.max_failures, self._replicas[0])
-        self._streams = RayStreams(self.workers, self.max_failures)
+        self._data = RemoteData(self.workers, self.max_failures)
         # No cycles: processes end when the engine's last reference goes, not some time later.
         make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
         servers = [RayServer(i, make_server) for i in range(len(server_devices))]
@@ -129,8 +130,8 @@ class RayEngine(Engine):
             self._plans[plan] = number, shipped
             weakref.finalize(plan, self._dropped.append, number)
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-        return self._streams.open(worker, make)
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
+        return self._data.open(worker, make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         return self.workers.prepare(worker, is_wanted)
@@ -169,7 +170,7 @@ class RayEngine(Engine):
         """Sends a worker a plan, its data sources, and the current servers."""
         import ray
 
-        told = self._streams.send_sources(process.actor, task.arrays)
+        told = self._data.send(process.actor, task.arrays)
         with self._announcing:
             number, shipped = self._plans[task.plan]
             epoch = self.epoch  # first: a server replaced after this is sent with the next order

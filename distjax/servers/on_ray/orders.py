@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from distjax.context.thread_settings import ProgramModes
+from distjax.servers.elements import Place
 from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.wire import OnWire
-from distjax.servers.remote_array import Place
 
 
 @dataclasses.dataclass(frozen=True)

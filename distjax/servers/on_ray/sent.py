@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from distjax.context.thread_settings import ProgramModes
+from distjax.servers.elements import Argument, Place, RemoteArray
 from distjax.servers.engine import Ran, Task
 from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.orders import Done, Order, Outcome, ServerGone, Stopped, Unknown
@@ -14,7 +15,6 @@ from distjax.servers.on_ray.server import RayServer
 from distjax.servers.on_ray.wire import OnWire, from_wire, to_wire
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan
-from distjax.servers.remote_array import Argument, Place, RemoteArray
 from distjax.servers.server_contract import lost_error
 
 _LOOK_SECONDS = 0.1  # how often to check whether a running attempt is still wanted

@@ -16,15 +16,15 @@ from distjax.placement.topology import mesh_topology, one_device_topology
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.compiling import CompiledPlans
+from distjax.servers.elements import Place
 from distjax.servers.engine import Task
-from distjax.servers.on_ray.elements import Elements, UnknownStream
+from distjax.servers.on_ray.data import DrawnElements, UnknownDataset
 from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.orders import Done, Order, Outcome, ServerGone, Stopped, Unknown
 from distjax.servers.on_ray.startup import ProcessInfo, describe_this_process
 from distjax.servers.on_ray.wire import OnWire, arrives_as, for_programs, to_wire
 from distjax.servers.plan import Plan, Push
 from distjax.servers.programs import Given, Programs
-from distjax.servers.remote_array import Place
 from distjax.typing import PyTree
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WorkerActor:
         self._programs = Programs()
         self._compiled = CompiledPlans()
         self._plans: dict[int, Plan] = {}
-        self._elements = Elements()
+        self._elements = DrawnElements()
         self._epoch = -1
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
         self._attempts: dict[int, Attempt] = {}  # by closure, from `begin` to the last `push`
@@ -74,19 +74,19 @@ class WorkerActor:
             self._plans.pop(plan, None)
 
     @ray.method(concurrency_group="data")
-    def add_streams(self, streams: dict[int, bytes]) -> Unknown | Failed | None:
-        """Adds streams of per-worker data: see `Elements.add`."""
-        return _outcome_of(lambda: self._elements.add(streams))
+    def add_datasets(self, datasets: dict[int, bytes]) -> Unknown | Failed | None:
+        """Adds per-worker data: see `DrawnElements.add`."""
+        return _outcome_of(lambda: self._elements.add(datasets))
 
     @ray.method(concurrency_group="data")
-    def drop_streams(self, streams: Iterable[int]) -> None:
-        """Drops streams that the coordinator no longer has."""
-        self._elements.drop(streams)
+    def drop_datasets(self, datasets: Iterable[int]) -> None:
+        """Drops datasets that the coordinator no longer has."""
+        self._elements.drop(datasets)
 
     @ray.method(concurrency_group="data")
-    def draw(self, stream: int, index: int) -> PyTree:
+    def draw(self, dataset: int, index: int) -> PyTree:
         """Returns an element of per-worker data, with a struct in place of each array."""
-        return _outcome_of(lambda: self._elements.describe(stream, index))
+        return _outcome_of(lambda: self._elements.describe(dataset, index))
 
     @ray.method(concurrency_group="data")
     def fetch(self, place: Place) -> np.ndarray | Unknown | Failed:
@@ -172,7 +172,7 @@ def _outcome_of(call: Callable[[], _T]) -> _T | Unknown | Failed:
     """Returns the result of the user's code, or what it raises."""
     try:
         return call()
-    except UnknownStream:
+    except UnknownDataset:
         return Unknown()
     except BaseException as error:  # Ray takes SystemExit as an order to end the process
         return Failed.of(error)

@@ -5,9 +5,8 @@ from distjax.servers.engine import Engine, Ran, Task, WorkerDied
 from distjax.servers.on_ray.engine import RayEngine
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from distjax.servers.remote_value import RemoteValue
-from distjax.servers.server_contract import ParameterServer, ServerSnapshot
+from distjax.servers.server import ParameterServer, Server, ServerDied, ServerSnapshot
 from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import Server, ServerDied
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.servers.threads import ThreadEngine
 

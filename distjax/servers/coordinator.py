@@ -23,7 +23,7 @@ from distjax.servers.per_worker import (
     require_source,
 )
 from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
-from distjax.servers.server_contract import add_totals
+from distjax.servers.server import add_totals
 from distjax.servers.snapshot import Snapshot
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import cut_call
@@ -73,7 +73,7 @@ class Coordinator:
         self._strategy = strategy
         self._crew = Crew(strategy, queue_size)
         self._board = self._crew.board
-        self._before = add_totals(strategy.engine.servers)
+        self._before = add_totals(s.report().totals for s in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._crew.add(strategy.num_workers)
@@ -331,20 +331,21 @@ class Coordinator:
         board, engine = self._board, self._strategy.engine
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
-        servers, totals = engine.servers, add_totals(engine.servers)
+        servers = [(server, server.report()) for server in engine.servers]
+        totals = add_totals(report.totals for _, report in servers)
         staleness = totals.staleness - self._before.staleness
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
             "queue": len(board.queue),
-            "versions": [server.version for server in servers],
+            "versions": [report.version for _, report in servers],
             "staleness": dict(sorted(staleness.items())),
             "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
             "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
             "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
             "workers": self._crew.describe_workers(),
             "servers": [
-                {"id": s.number, "pid": s.pid, "version": s.version, "bytes": s.nbytes}
-                for s in servers
+                {"id": s.number, "pid": s.pid, "version": report.version, "bytes": report.nbytes}
+                for s, report in servers
             ],
         }
 

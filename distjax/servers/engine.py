@@ -12,7 +12,7 @@ import jax
 from distjax.placement.topology import Topology
 from distjax.servers.elements import Argument, Elements, NumberedElements
 from distjax.servers.plan import Plan
-from distjax.servers.server_contract import ParameterServer
+from distjax.servers.server import ParameterServer
 
 
 class WorkerDied(Exception):

@@ -24,7 +24,7 @@ from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
 from distjax.servers.placement import ServerPlacement
 from distjax.servers.plan import Cuts
-from distjax.servers.server_contract import ParameterServer
+from distjax.servers.server import ParameterServer
 from distjax.servers.server_storage import ServerStorage, make_parts
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended

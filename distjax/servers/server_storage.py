@@ -16,7 +16,7 @@ from distjax import jax_compat
 from distjax.placement.transfer import transfer
 from distjax.servers.cutting.sizes import num_bytes
 from distjax.servers.placement import ServerLayout, ServerPlacement
-from distjax.servers.server_contract import ParameterServer
+from distjax.servers.server import ParameterServer
 from distjax.variables.storage import RemoteStorage, Stored
 from distjax.variables.stored_variable import StoredVariable
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distjax.servers.elements import Position
 from distjax.servers.per_worker import PerWorkerIterator
-from distjax.servers.server_contract import ServerSnapshot
+from distjax.servers.server import ServerSnapshot
 from distjax.servers.strategy_contract import ServerStrategy
 
 

@@ -25,7 +25,7 @@ from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.lowering import lower_parts
 from distjax.servers.plan import Plan
-from distjax.servers.server_contract import ParameterServer
+from distjax.servers.server import ParameterServer
 from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
 from distjax.strategies.job_devices import warn_if_alone

@@ -16,7 +16,7 @@ from distjax.servers import coordinator as coordinator_module
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerValues
-from distjax.servers.store import ServerDied
+from distjax.servers.server import ServerDied
 from distjax.servers.submitting import run_step
 from tests.faults.four_parts import is_explained
 from tests.servers.faults import run_with_faults

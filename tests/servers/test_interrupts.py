@@ -11,7 +11,7 @@ import distjax as dj
 from distjax.servers import crew
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.server_contract import add_totals
+from distjax.servers.server import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -145,7 +145,7 @@ def test_totals_can_be_read_while_pushes_are_counted():
     def read():
         while not stop.is_set():
             try:
-                add_totals([server])
+                add_totals([server.report().totals])
             except RuntimeError as error:
                 errors.append(error)
                 return

@@ -21,17 +21,14 @@ from distjax import jax_compat
 from distjax.errors import message
 from distjax.servers.elements import Elements, NumberedElements, Place, RemoteArray
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.failures import Failed
-from distjax.servers.on_ray.orders import Unknown
-from distjax.servers.on_ray.server import drain
-from distjax.servers.on_ray.wire import Disguised, OnWire, from_wire, to_wire
-from distjax.servers.on_ray.workers import RayWorkers
+from distjax.servers.on_ray.processes import RayWorkers, drain
+from distjax.servers.on_ray.wire import Disguised, Failed, OnWire, Unknown, from_wire, to_wire
 from distjax.typing import PyTree
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.worker_actor import WorkerActor
+    from distjax.servers.on_ray.worker import WorkerActor
 
 #: How many elements of a dataset are kept: for closures in progress, and for `next` by hand.
 _KEPT = 8

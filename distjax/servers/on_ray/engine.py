@@ -15,26 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from distjax.errors import describe_value, message
+from distjax.integers import require_int
 from distjax.placement.topology import Topology
 from distjax.servers.elements import NumberedElements
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
 from distjax.servers.on_ray.data import RemoteData
-from distjax.servers.on_ray.exported import ShippedPlan, export_plan
-from distjax.servers.on_ray.failures import Failed
-from distjax.servers.on_ray.options import actor_options, require_options, with_devices
-from distjax.servers.on_ray.sent import Sent
-from distjax.servers.on_ray.server import RayServer, drain
-from distjax.servers.on_ray.startup import wait_for_start
-from distjax.servers.on_ray.workers import RayProcess, RayWorkers
+from distjax.servers.on_ray.processes import (
+    RayProcess,
+    RayWorkers,
+    actor_options,
+    drain,
+    wait_for_start,
+    with_devices,
+)
+from distjax.servers.on_ray.server import RayServer, make_server
+from distjax.servers.on_ray.wire import Failed, ShippedPlan, export_plan
+from distjax.servers.on_ray.worker import Sent, make_worker
 from distjax.servers.plan import Plan, count_writes
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.server_actor import ServerActor
-    from distjax.servers.on_ray.worker_actor import WorkerActor
+    from distjax.servers.on_ray.server import ServerActor
+
+
+_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 
 
 class RayEngine(Engine):
@@ -70,8 +78,7 @@ class RayEngine(Engine):
         runtime_env: Mapping[str, Any] | None = None,
         max_failures: int = 3,
     ):
-        require_options(address, worker_resources, server_resources, runtime_env, max_failures)
-        cluster.require_ray()
+        _require_options(address, worker_resources, server_resources, runtime_env, max_failures)
         self.max_failures = max_failures
         is_ours = cluster.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
@@ -103,8 +110,8 @@ class RayEngine(Engine):
         self._gate = None if max_staleness is None else Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
         options = with_devices(self._worker_options, self._replicas[0])
-        make_worker = functools.partial(_make_worker, options, *self._replicas)
-        self.workers = RayWorkers(make_worker, self.max_failures, self._replicas[0])
+        make = functools.partial(make_worker, options, *self._replicas)
+        self.workers = RayWorkers(make, self.max_failures, self._replicas[0])
         self._data = RemoteData(self.workers, self.max_failures)
         # No cycles: processes end when the engine's last reference goes, not some time later.
         make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
@@ -192,15 +199,9 @@ class RayEngine(Engine):
         return sent.conclude(outcome)
 
     def _make_server(self, number: int) -> ActorHandle[ServerActor]:
-        import ray
-
-        from distjax.servers.on_ray.server_actor import ServerActor
-
         with self._announcing:
             plans = {n: shipped.for_servers[number] for n, shipped in self._plans.values()}
-            options: Any = {**self._server_options, "concurrency_groups": {"compiling": 1}}
-            remote: Any = ray.remote(**options)
-            return remote(ServerActor).remote(number, plans)
+            return make_server(self._server_options, number, plans)
 
     def _send_dropped(self) -> None:
         """Tells all processes which plans to drop."""
@@ -209,13 +210,53 @@ class RayEngine(Engine):
             actor.drop_plans.remote(dropped)
 
 
-def _make_worker(
-    options: Mapping[str, Any], num_replicas: int, axis_name: str
-) -> ActorHandle[WorkerActor]:
-    import ray
+def _require_options(
+    address: object,
+    worker_resources: object,
+    server_resources: object,
+    runtime_env: object,
+    max_failures: object,
+) -> None:
+    """Raises a TypeError or ValueError unless these are options of a RayEngine."""
+    if not isinstance(address, str | None):
+        raise TypeError(
+            message(
+                "RayEngine: address needs a string or None",
+                got=describe_value(address),
+                why="it names a cluster of Ray's",
+                fix='dj.servers.RayEngine("auto"), or None for one on this machine',
+            )
+        )
+    require_int(
+        "RayEngine: max_failures",
+        max_failures,
+        1,
+        why="so many workers may be lost in one closure before it is given up",
+        fix="dj.servers.RayEngine(max_failures=3)",
+    )
+    _require_resources("worker_resources", worker_resources)
+    _require_resources("server_resources", server_resources)
+    if not isinstance(runtime_env, Mapping | None):
+        raise TypeError(
+            message(
+                "RayEngine: runtime_env needs a dict or None",
+                got=describe_value(runtime_env),
+                why="Ray makes the processes of workers and servers with it",
+                fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
+            )
+        )
 
-    from distjax.servers.on_ray.worker_actor import WorkerActor
 
-    given: Any = {**options, "concurrency_groups": {"control": 1, "data": 1}}
-    remote: Any = ray.remote(**given)
-    return remote(WorkerActor).remote(num_replicas, axis_name)
+def _require_resources(name: str, resources: object) -> None:
+    if resources is None:
+        return
+    if isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES):
+        return
+    raise ValueError(
+        message(
+            f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
+            got=describe_value(resources),
+            why="Ray reserves it for each process; how these are restarted is the engine's",
+            fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
+        )
+    )

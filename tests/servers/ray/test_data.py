@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ray
 
 import distjax as dj
 from distjax.context.thread_settings import ProgramModes
@@ -19,12 +18,12 @@ from distjax.errors import EndOfDataError
 from distjax.servers.elements import Place
 from distjax.servers.engine import WorkerDied
 from distjax.servers.on_ray.data import RemoteData
-from distjax.servers.on_ray.orders import Order
-from distjax.servers.on_ray.worker_actor import WorkerActor
+from distjax.servers.on_ray.wire import Order
+from distjax.servers.on_ray.worker import WorkerActor
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 NUM_ELEMENTS = 24
 
 
@@ -189,6 +188,8 @@ class Unreadable:
 
 
 def test_an_element_that_cannot_be_read_here_ends_no_process(coordinator):
+    import ray  # not before the engine does
+
     before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
     iterator = iter(coordinator.create_per_worker_dataset(lambda context: [Unreadable()]))
     with pytest.raises(ray.exceptions.RayError, match="line"):
@@ -238,7 +239,7 @@ class FakeActor:
 
 
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda call: call())
+    monkeypatch.setattr("ray.get", lambda call: call())
     actor = FakeActor()
     process = types.SimpleNamespace(actor=actor)
     workers = types.SimpleNamespace(find=lambda worker: process, actors=lambda: [actor])
@@ -251,6 +252,8 @@ def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
 
 def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
     """Each time: a closure that would be taken to have not begun would be retried for ever."""
+
+    import ray
 
     def get(call):
         raise ray.exceptions.RayActorError
@@ -272,11 +275,13 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
 def test_an_exit_of_data_that_is_made_again_fails_its_closure():
     """Ray would end the process; the closure would be retried, and blamed for killing workers."""
 
+    from ray import cloudpickle
+
     def make():
         raise SystemExit(17)
 
     actor = WorkerActor(1, "replica")
-    actor.add_datasets({0: ray.cloudpickle.dumps(make)})
+    actor.add_datasets({0: cloudpickle.dumps(make)})
     actor.add_plan(0, None, 0, ())
     places = [Place(0, 0, 0, np.dtype(np.float32))]
     failed = actor.run(Order(0, 0, 0, 1, places, ProgramModes.of_this_thread()))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import distjax as dj
 from distjax.errors import ServerLostError
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.applied import RefusedPush
 from distjax.servers.plan import Program
-from distjax.servers.store import Server, ServerDied
+from distjax.servers.server import RefusedPush, Server, ServerDied
 
 ADD = Program("add", lambda total, x: (total + x, total + x), ())
 
@@ -178,7 +177,7 @@ def test_values_that_are_removed_do_not_come_back():
     assert server.nbytes == 0, "not the last one either"
     new = Server(0, jax.devices()[0])  # which knows of none
     new.restore(snapshot, 0)
-    assert new.nbytes == nbytes and new.view(["gone"], is_pull=True)[1][0].sum() == 256
+    assert new.nbytes == nbytes and new.pull(["gone"], None)[1][0].sum() == 256
 
 
 def test_a_step_may_return_what_it_pulled():

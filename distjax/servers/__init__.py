@@ -1,12 +1,11 @@
 """Parameter servers: variables on servers, and workers that run asynchronously."""
 
-from distjax.servers.coordinator import Coordinator
+from distjax.servers.calls import RemoteValue
+from distjax.servers.coordinator import Coordinator, Snapshot
 from distjax.servers.engine import Engine, Ran, Task, WorkerDied
 from distjax.servers.on_ray.engine import RayEngine
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from distjax.servers.remote_value import RemoteValue
 from distjax.servers.server import ParameterServer, Server, ServerDied, ServerSnapshot
-from distjax.servers.snapshot import Snapshot
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.servers.threads import ThreadEngine
 

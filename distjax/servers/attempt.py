@@ -14,12 +14,18 @@ from jax.sharding import Sharding
 from distjax.context.thread_settings import ProgramModes
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
-from distjax.servers.compiling import CompiledPlans
 from distjax.servers.elements import Argument
 from distjax.servers.engine import Task
-from distjax.servers.placing import outs_of, place, sharding_of
 from distjax.servers.plan import Push, Stage
-from distjax.servers.programs import Given, OutShardings, Programs
+from distjax.servers.programs import (
+    CompiledPlans,
+    Given,
+    OutShardings,
+    Programs,
+    outs_of,
+    place,
+    sharding_of,
+)
 from distjax.servers.server import Answer
 
 

@@ -1,18 +1,20 @@
-"""Engine: runs closures and holds the servers."""
+"""The contracts: what runs closures and holds the servers, and a strategy that has both."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from distjax.placement.topology import Topology
 from distjax.servers.elements import Argument, Elements, NumberedElements
 from distjax.servers.plan import Plan
 from distjax.servers.server import ParameterServer
+from distjax.typing import PyTree
 
 
 class WorkerDied(Exception):
@@ -137,3 +139,30 @@ class Engine(Protocol):
     def pid_of(self, worker: int) -> int | None:
         """Returns the pid of a worker's process, or None if it has none yet."""
         return os.getpid()
+
+
+@runtime_checkable
+class ServerStrategy(Protocol):
+    """A strategy with workers and servers.
+
+    Attributes:
+      engine: runs workers and servers.
+    """
+
+    engine: Engine
+
+    @property
+    def num_workers(self) -> int:
+        """The initial number of workers."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of each worker."""
+        ...
+
+    def cut_step(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+        """Returns the plan of a step, traced the first time, and its flat arguments."""
+        ...

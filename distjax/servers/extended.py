@@ -20,13 +20,11 @@ from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_call
-from distjax.servers.crew import board_of
-from distjax.servers.engine import Engine
-from distjax.servers.placement import ServerPlacement
+from distjax.servers.engine import Engine, ServerStrategy
 from distjax.servers.plan import Cuts
 from distjax.servers.server import ParameterServer
-from distjax.servers.server_storage import ServerStorage, make_parts
-from distjax.servers.strategy_contract import ServerStrategy
+from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
+from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable

@@ -29,9 +29,8 @@ from distjax import jax_compat
 from distjax.errors import ServerLostError, message
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
-from distjax.servers.placing import as_view, place, struct_of
 from distjax.servers.plan import Program
-from distjax.servers.programs import Given, Programs, raises_for_values
+from distjax.servers.programs import Given, Programs, as_view, place, raises_for_values, struct_of
 from distjax.typing import ArrayLike
 
 

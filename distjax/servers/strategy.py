@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distjax import user_mesh
 from distjax.errors import describe_value, message
 from distjax.integers import is_int, require_int
 from distjax.placement.topology import (
@@ -19,14 +20,14 @@ from distjax.placement.topology import (
     mesh_topology,
     one_device_topology,
 )
+from distjax.servers.calls import run_step
 from distjax.servers.cutting.description import CutDescription, describe_plan
-from distjax.servers.cutting.trace import cut_step
+from distjax.servers.cutting.plans import cut_step
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
-from distjax.servers.lowering import lower_parts
 from distjax.servers.plan import Plan
+from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
 from distjax.servers.server import ParameterServer
-from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
@@ -136,7 +137,7 @@ class ParameterServerStrategy(Strategy):
     ) -> list[jax.stages.Lowered]:
         """Returns the programs that a worker with several devices runs, lowered for worker 0."""
         plan, _ = self.cut_step(fn, args, kwargs)
-        return lower_parts(plan, self._homes[0])
+        return _lower_parts(plan, self._homes[0])
 
     def describe(self) -> StrategyDescription:
         """Returns a table of each worker's devices, and each variable's location and bytes.
@@ -161,6 +162,20 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
+
+
+@user_mesh.ignores_user_mesh
+def _lower_parts(plan: Plan, home: Topology) -> list[jax.stages.Lowered]:
+    """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
+    programs, lowered = Programs(), []
+    for stage in plan.stages if home.mesh is not None else ():
+        operands = [
+            struct_of(aval, sharding_of(slot, plan, home))
+            for slot, aval in zip(stage.operands, stage.program.avals, strict=True)
+        ]
+        traced = programs.trace(stage.program, operands, outs=outs_of(stage, plan, home))
+        lowered.append(traced.lower())
+    return lowered
 
 
 def _as_engine(engine: Engine | str) -> Engine:

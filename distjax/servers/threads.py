@@ -17,12 +17,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
 from distjax.servers.attempt import Attempt, Parcel
-from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
-from distjax.servers.placing import struct_of
 from distjax.servers.plan import Push, count_writes
-from distjax.servers.programs import Given, Programs
+from distjax.servers.programs import CompiledPlans, Given, Programs, struct_of
 from distjax.servers.server import Answer, Server
 
 #: (point, worker, closure): called at the points of a possible failure; may raise one.

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from distjax.servers import Engine, ParameterServerStrategy
-from distjax.servers.cutting.trace import cut_step
+from distjax.servers.cutting.plans import cut_step
 
 
 class SerialServer:

@@ -24,7 +24,7 @@ from distjax.context.thread_settings import ProgramModes
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.on_ray import wire
-from distjax.servers.server_storage import parts_of
+from distjax.servers.storage import parts_of
 from distjax.servers.threads import ThreadEngine
 from tests.servers.hand_made import HandMade, sgd
 from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step

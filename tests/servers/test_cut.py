@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.servers.cutting.trace import cut_step
+from distjax.servers.cutting.plans import cut_step
 from distjax.servers.plan import count_writes
 from tests.servers.serial import SerialStrategy
 

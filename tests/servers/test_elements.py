@@ -1,6 +1,5 @@
 """Elements by number: each is drawn once, whatever is peeked at, given back and restored."""
 
-import itertools
 import threading
 from concurrent.futures import CancelledError
 
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers.board import Board
+from distjax.servers.board import Board, Numbers, Worker
 from distjax.servers.closure import Call, Closure
 from distjax.servers.elements import Cursor, DataEnded, Elements
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerIterator
-from distjax.servers.worker import Worker
 
 
 class Counting:
@@ -199,7 +197,7 @@ def test_a_closure_that_waits_for_another_worker_gives_back_what_it_has_drawn():
     cursor = PerWorkerIterator({0: Cursor(Elements(lambda: [1, 2]))})
     closure = Closure("step", lambda drawn: Call(None, tuple(drawn.values())), (cursor,))
     board, worker = (
-        Board(1, 3, lambda number: None, lambda number: False, itertools.count()),
+        Board(1, 3, lambda number: None, lambda number: False, Numbers()),
         Worker(0),
     )
     board.workers[0] = worker

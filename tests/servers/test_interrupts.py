@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers import crew
+from distjax.servers import worker_threads
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.server import add_totals
@@ -169,8 +169,8 @@ def test_workers_have_time_to_end_when_the_process_does(monkeypatch):
         def wait(self, timeout):
             waited.append(timeout)
 
-    monkeypatch.setattr(crew, "_crews", [Live()])
-    crew.end_all(-1)  # in a forked child, which has none of the threads
+    monkeypatch.setattr(worker_threads, "_alive", [Live()])
+    worker_threads.end_all(-1)  # in a forked child, which has none of the threads
     assert not waited
-    crew.end_all(os.getpid())
+    worker_threads.end_all(os.getpid())
     assert waited[0] >= 60  # a program that runs when the interpreter is gone aborts the process

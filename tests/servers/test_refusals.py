@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import distjax as dj
 from distjax.servers import ParameterServerStrategy
-from distjax.servers.cutting.trace import cut_step
+from distjax.servers.cutting.plans import cut_step
 from tests.faults.four_parts import is_explained
 from tests.servers.serial import SerialEngine, SerialStrategy
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, Literal, Var
 from distjax.servers.cutting.code import Code, aval_of_atom
-from distjax.servers.cutting.sizes import num_bytes
 from distjax.servers.plan import Plan, Program, Push, Stage
-from distjax.servers.server_storage import Part, parts_of
+from distjax.servers.storage import Part, num_bytes, parts_of
 from distjax.tables import Table, format_bytes
 from distjax.variables.variable import Variable
 

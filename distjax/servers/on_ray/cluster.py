@@ -23,7 +23,7 @@ from collections.abc import Generator
 from typing import Any
 
 from distjax.errors import ClusterError, message
-from distjax.servers.crew import end_all
+from distjax.servers.worker_threads import end_all
 
 _starting = threading.Lock()
 _folder: pathlib.Path | None = None  # of our own cluster

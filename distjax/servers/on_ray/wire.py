@@ -25,8 +25,8 @@ from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
 from distjax.servers.elements import Place
-from distjax.servers.placing import struct_of
 from distjax.servers.plan import Plan, Program, Push, Stage
+from distjax.servers.programs import struct_of
 from distjax.typing import PyTree
 from distjax.user_lines import is_library_file
 

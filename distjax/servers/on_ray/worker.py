@@ -17,7 +17,6 @@ from distjax.context.thread_settings import ProgramModes
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import mesh_topology, one_device_topology
 from distjax.servers.attempt import Attempt, Parcel
-from distjax.servers.compiling import CompiledPlans
 from distjax.servers.elements import Argument, Place, RemoteArray
 from distjax.servers.engine import Ran, Task
 from distjax.servers.on_ray.data import DrawnElements, UnknownDataset
@@ -43,7 +42,7 @@ from distjax.servers.on_ray.wire import (
     to_wire,
 )
 from distjax.servers.plan import Plan, Push
-from distjax.servers.programs import Given, Programs
+from distjax.servers.programs import CompiledPlans, Given, Programs
 from distjax.servers.server import Answer, lost_error
 from distjax.typing import PyTree
 

@@ -28,7 +28,6 @@ from distjax.typing import PyTree
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.worker import WorkerActor
 
 #: How many elements of a dataset are kept: for closures in progress, and for `next` by hand.
 _KEPT = 8
@@ -69,7 +68,7 @@ class RemoteData:
         weakref.finalize(elements, self._drop, number)
         return elements
 
-    def send(self, actor: ActorHandle[WorkerActor], arrays: Sequence[object]) -> list[Any]:
+    def send(self, actor: ActorHandle[Any], arrays: Sequence[object]) -> list[Any]:
         """Sends a worker the functions that make the elements of `arrays`; returns its answers."""
         numbers = {x.place.dataset for x in arrays if isinstance(x, RemoteArray)}
         known = {number: self._pickled[number] for number in numbers}

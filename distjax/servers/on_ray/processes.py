@@ -19,7 +19,6 @@ from distjax.servers.engine import WorkerDied
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.worker import WorkerActor
 
 _T = TypeVar("_T")
 
@@ -199,7 +198,7 @@ class RayProcess:
       is_dead: whether it is known to have died.
     """
 
-    def __init__(self, actor: ActorHandle[WorkerActor], num_failures: int):
+    def __init__(self, actor: ActorHandle[Any], num_failures: int):
         self.actor = actor
         self.num_failures = num_failures
         self.in_hand: list[object] = []
@@ -219,7 +218,7 @@ class RayWorkers:
     """
 
     def __init__(
-        self, make: Callable[[], ActorHandle[WorkerActor]], max_failures: int, num_devices: int = 1
+        self, make: Callable[[], ActorHandle[Any]], max_failures: int, num_devices: int = 1
     ):
         self._make, self._max_failures = make, max_failures
         self._num_devices = num_devices
@@ -306,7 +305,7 @@ class RayWorkers:
                 return
         process.error = ClusterError(cannot_start(f"worker {worker}", error))
 
-    def actors(self) -> list[ActorHandle[WorkerActor]]:
+    def actors(self) -> list[ActorHandle[Any]]:
         """Returns the current processes."""
         return [process.actor for process in tuple(self._processes.values())]
 

@@ -14,7 +14,7 @@ from distjax.context.thread_settings import modes_of_this_thread
 from distjax.errors import ClosureError, EndOfDataError, ServerLostError, message
 from distjax.servers.elements import Argument, DataEnded, PerWorkerSource
 from distjax.servers.engine import Ran, Task
-from distjax.servers.plan import Plan
+from distjax.servers.plan import StepPlan
 
 
 class State(enum.Enum):
@@ -30,7 +30,7 @@ class State(enum.Enum):
 class Call(NamedTuple):
     """A step with its flat arguments."""
 
-    plan: Plan
+    plan: StepPlan
     arrays: Sequence[Argument]
 
 
@@ -80,7 +80,7 @@ class Closure:
         self.versions: tuple[int, ...] | None = None
         self.position: int | None = None
         self._call: Call | Callable[[dict[PerWorkerSource, Any]], Call] | None = call
-        self._outcome: tuple[Plan, tuple[jax.Array, ...]] | None = None
+        self._outcome: tuple[StepPlan, tuple[jax.Array, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"closure {self.number} ({self.name})"

@@ -112,12 +112,12 @@ class Position(NamedTuple):
     """How far a dataset has been drawn.
 
     Attributes:
-      index: the number of the element after the last that was made.
-      returned: those before it that nobody has drawn, or that were given back; the next one last.
-      state: what the dataset needs to come back to `index`.
+      num_read: how many elements were made.
+      returned: those of them that nobody has drawn, or that were given back; the next one last.
+      state: what the dataset needs to come back to the element after them.
     """
 
-    index: int
+    num_read: int
     returned: tuple[Any, ...]
     state: Any
 
@@ -128,7 +128,7 @@ class Cursor:
     def __init__(self, elements: NumberedElements):
         self._elements = elements
         self._lock = threading.RLock()  # held while an element is made, whose maker may call us
-        self._index = 0
+        self._num_read = 0
         self._returned: list[Any] = []
 
     def draw(self) -> Any:
@@ -140,8 +140,8 @@ class Cursor:
         with self._lock:
             if self._returned:
                 return self._returned.pop()
-            element = self._elements[self._index]
-            self._index += 1
+            element = self._elements[self._num_read]
+            self._num_read += 1
             return element
 
     def peek(self) -> Any:
@@ -158,7 +158,7 @@ class Cursor:
     def position(self) -> Position:
         """Returns the position in the dataset."""
         with self._lock:
-            return Position(self._index, tuple(self._returned), self._elements.state())
+            return Position(self._num_read, tuple(self._returned), self._elements.state())
 
     def restore(self, position: Position) -> None:
         """Goes back to `position`.
@@ -167,8 +167,8 @@ class Cursor:
           ValueError: the dataset is too short, or can be read only once.
         """
         with self._lock:
-            self._elements.seek(position.index, position.state)
-            self._index, self._returned = position.index, list(position.returned)
+            self._elements.seek(position.num_read, position.state)
+            self._num_read, self._returned = position.num_read, list(position.returned)
 
 
 def _once_only(count: int) -> str:

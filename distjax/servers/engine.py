@@ -12,7 +12,7 @@ import numpy as np
 
 from distjax.placement.topology import Topology
 from distjax.servers.elements import Argument, Elements, NumberedElements
-from distjax.servers.plan import Plan
+from distjax.servers.plan import StepPlan
 from distjax.servers.server import ParameterServer
 from distjax.typing import PyTree
 
@@ -45,7 +45,7 @@ class Task:
 
     closure: int
     attempt: int
-    plan: Plan
+    plan: StepPlan
     arrays: Sequence[Argument]
     require_wanted: Callable[[], None]
 
@@ -118,7 +118,7 @@ class Engine(Protocol):
         """
         ...
 
-    def admit(self, plan: Plan) -> None:
+    def admit(self, plan: StepPlan) -> None:
         """Raises if workers or servers cannot run a plan; called before queueing."""
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
@@ -163,6 +163,6 @@ class ServerStrategy(Protocol):
 
     def cut_step(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
         """Returns the plan of a step, traced the first time, and its flat arguments."""
         ...

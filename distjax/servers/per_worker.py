@@ -193,9 +193,8 @@ class PerWorkerDataset:
             for number, worker in enumerate(workers):
                 context = InputContext(len(workers), number, self._num_replicas)
                 make = functools.partial(source, context)
-                here = self._open_data is None
-                elements = _opened(make) if here else self._open_data(worker, make)
-                cursors[worker] = Cursor(elements)
+                opens = self._open_data
+                cursors[worker] = Cursor(_opened(make) if opens is None else opens(worker, make))
         iterator = PerWorkerIterator(cursors)
         self._iterators.add(iterator)
         return iterator

@@ -1,4 +1,4 @@
-"""Plan: a step, cut into programs for workers and for servers."""
+"""StepPlan: a step, cut into programs for workers and for servers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """A cut step: programs that read and fill numbered slots on the worker.
 
     Attributes:
@@ -99,7 +99,7 @@ def writes(stage: Stage) -> bool:
     return any(push.writes for push in stage.pushes)
 
 
-def count_writes(plan: Plan) -> int:
+def count_writes(plan: StepPlan) -> int:
     """Returns the number of stages that write."""
     return sum(map(writes, plan.stages))
 
@@ -116,5 +116,7 @@ class Cuts:
     """
 
     confirm_reused: Callable[[], None]
-    plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
-    by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+    plans: dict[Hashable, StepPlan] = dataclasses.field(default_factory=dict)
+    by_kinds: dict[Hashable, tuple[StepPlan, tuple[Any, ...]]] = dataclasses.field(
+        default_factory=dict
+    )

@@ -24,7 +24,7 @@ from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.servers.elements import Argument, RemoteArray
-from distjax.servers.plan import Plan, Program, Stage
+from distjax.servers.plan import Program, Stage, StepPlan
 
 #: Where results and the token are placed: all on one device, or each over several.
 OutShardings: TypeAlias = Sharding | tuple[Sharding, ...]
@@ -195,12 +195,12 @@ def struct_of(aval: ShapedArray, sharding: Sharding | None) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
-def sharding_of(slot: int, plan: Plan, home: Topology) -> Sharding:
+def sharding_of(slot: int, plan: StepPlan, home: Topology) -> Sharding:
     """Returns the sharding with which a worker holds a slot of a plan."""
     return home.per_replica if slot in plan.varying else home.mirrored
 
 
-def outs_of(stage: Stage, plan: Plan, home: Topology) -> tuple[Sharding, ...]:
+def outs_of(stage: Stage, plan: StepPlan, home: Topology) -> tuple[Sharding, ...]:
     """Returns the shardings of the results, and of the token, of a stage's program."""
     return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)
 
@@ -212,11 +212,11 @@ class CompiledPlans:
     """Which plans have their programs compiled, and for which signatures."""
 
     def __init__(self) -> None:
-        self._plans = weakref.WeakKeyDictionary[Plan, dict[Hashable, _Once]]()
+        self._plans = weakref.WeakKeyDictionary[StepPlan, dict[Hashable, _Once]]()
         self._adding = threading.Lock()
 
     def compile_once(
-        self, plan: Plan, signature: Hashable, compile_programs: Callable[[], None]
+        self, plan: StepPlan, signature: Hashable, compile_programs: Callable[[], None]
     ) -> None:
         """Calls `compile_programs`, unless it was called before for this plan and signature.
 

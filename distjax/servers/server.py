@@ -18,11 +18,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
@@ -336,9 +335,7 @@ class Server(ParameterServer):
         with self._lock:
             return self._version, _copies(*self._require(keys))
 
-    def pull(
-        self, keys: Sequence[str], home: Topology | None
-    ) -> tuple[int, Sequence[jax.Array | np.ndarray]]:
+    def pull(self, keys: Sequence[str], home: Topology | None) -> tuple[int, Sequence[Any]]:
         """Returns the version, and the values at that version, for a worker.
 
         Args:

@@ -25,7 +25,7 @@ from distjax.servers.cutting.description import CutDescription, describe_plan
 from distjax.servers.cutting.plans import cut_step
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
-from distjax.servers.plan import Plan
+from distjax.servers.plan import StepPlan
 from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
 from distjax.servers.server import ParameterServer
 from distjax.servers.threads import ThreadEngine
@@ -121,7 +121,7 @@ class ParameterServerStrategy(Strategy):
 
     def cut_step(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
         """Returns the plan of a step, and its flat arguments; traces it the first time."""
         return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
 
@@ -165,7 +165,7 @@ class ParameterServerStrategy(Strategy):
 
 
 @user_mesh.ignores_user_mesh
-def _lower_parts(plan: Plan, home: Topology) -> list[jax.stages.Lowered]:
+def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
     """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
     programs, lowered = Programs(), []
     for stage in plan.stages if home.mesh is not None else ():

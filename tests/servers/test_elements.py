@@ -64,7 +64,7 @@ def test_a_source_may_ask_for_the_position():
 
     def source():
         for i in range(2):
-            positions.append(cursor.position().index)
+            positions.append(cursor.position().num_read)
             yield i
 
     cursor = Cursor(Elements(source))

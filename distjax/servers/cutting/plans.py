@@ -63,7 +63,7 @@ from distjax.servers.cutting.update import (
     trace_update,
 )
 from distjax.servers.extended import ParameterServerExtended, ServedStrategy
-from distjax.servers.plan import Cuts, Plan, Push, Stage
+from distjax.servers.plan import Cuts, Push, Stage, StepPlan
 from distjax.servers.storage import parts_of
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import is_number
@@ -78,7 +78,7 @@ def cut_step(
     fn: Callable[..., Any],
     args: Sequence[PyTree] = (),
     kwargs: dict[str, PyTree] | None = None,
-) -> tuple[Plan, list[jax.Array | np.ndarray]]:
+) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
     """Returns the plan of a replica function, and its flat arguments.
 
     Traced and cut once per function and signature; nothing is run.
@@ -133,7 +133,7 @@ def _look_up(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     cuts: Cuts,
-) -> tuple[Plan, list[jax.Array | np.ndarray]]:
+) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
     """Returns the plan for any arguments, cut now if it is new, and the flat arguments."""
     if not cuts.plans:  # at the first call only, as in other strategies
         _require_no_objects(fn, args, kwargs)
@@ -154,7 +154,7 @@ def _cut(
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-) -> Plan:
+) -> StepPlan:
     """Traces a step and cuts it."""
     _require_outside_traces(fn)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
@@ -275,7 +275,7 @@ def assemble_plan(
     args_varying: Sequence[bool],
     arg_names: tuple[str, ...],
     extended: ParameterServerExtended,
-) -> Plan:
+) -> StepPlan:
     """Returns the plan of a traced replica function.
 
     Args:
@@ -310,7 +310,7 @@ def assemble_plan(
     programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
     require_small(name, programs.codes)
-    return Plan(
+    return StepPlan(
         name=name,
         arguments=arguments,
         pulls=pulls,

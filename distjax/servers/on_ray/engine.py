@@ -34,7 +34,7 @@ from distjax.servers.on_ray.processes import (
 from distjax.servers.on_ray.server import RayServer, make_server
 from distjax.servers.on_ray.wire import Failed, ShippedPlan, export_plan
 from distjax.servers.on_ray.worker import Sent, make_worker
-from distjax.servers.plan import Plan, count_writes
+from distjax.servers.plan import StepPlan, count_writes
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -89,7 +89,7 @@ class RayEngine(Engine):
         self.workers: RayWorkers
         self._data: RemoteData
         self._gate: Gate | None
-        self._plans = weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]()
+        self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, ShippedPlan]]()
         self._numbers = itertools.count()  # of plans
         self._dropped: collections.deque[int] = collections.deque()  # only processes have them
         self._announcing = threading.RLock()  # held while a plan or a server is announced
@@ -124,7 +124,7 @@ class RayEngine(Engine):
         self.workers.find(0)
         self._servers = servers
 
-    def admit(self, plan: Plan) -> None:
+    def admit(self, plan: StepPlan) -> None:
         with self._announcing:
             self._send_dropped()
             if plan in self._plans:
@@ -169,7 +169,7 @@ class RayEngine(Engine):
         """A number that changes when a server is replaced."""
         return sum(server.num_processes for server in self._servers)
 
-    def number_of(self, plan: Plan) -> int:
+    def number_of(self, plan: StepPlan) -> int:
         """Returns the number of an admitted plan."""
         return self._plans[plan][0]
 

@@ -25,7 +25,7 @@ from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
 from distjax.servers.elements import Place
-from distjax.servers.plan import Plan, Program, Push, Stage
+from distjax.servers.plan import Program, Push, Stage, StepPlan
 from distjax.servers.programs import struct_of
 from distjax.typing import PyTree
 from distjax.user_lines import is_library_file
@@ -284,12 +284,12 @@ class ShippedPlan:
       for_servers: for each server, its programs by stage.
     """
 
-    for_workers: Plan
+    for_workers: StepPlan
     for_servers: tuple[dict[int, Program], ...]
 
 
 def export_plan(
-    plan: Plan,
+    plan: StepPlan,
     num_servers: int,
     replicas: tuple[int, str],
     worker_platforms: Iterable[str],
@@ -325,7 +325,7 @@ def export_plan(
                 pushes=tuple(map(_without_program, stage.pushes)),
             )
         )
-    for_workers = Plan(  # the other fields hold objects of the user or the strategy
+    for_workers = StepPlan(  # the other fields hold objects of the user or the strategy
         plan.name,
         plan.arguments,
         plan.pulls,
@@ -345,7 +345,7 @@ def _without_program(push: Push) -> Push:
 
 
 def _shardings(
-    slots: Sequence[int], plan: Plan, replicas: tuple[int, str]
+    slots: Sequence[int], plan: StepPlan, replicas: tuple[int, str]
 ) -> tuple[Sharding, ...] | None:
     """Returns the shardings of slots over any worker's devices; None if it has one device."""
     if replicas[0] == 1:

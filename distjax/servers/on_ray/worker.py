@@ -41,7 +41,7 @@ from distjax.servers.on_ray.wire import (
     from_wire,
     to_wire,
 )
-from distjax.servers.plan import Plan, Push
+from distjax.servers.plan import Push, StepPlan
 from distjax.servers.programs import CompiledPlans, Given, Programs
 from distjax.servers.server import Answer, lost_error
 from distjax.typing import PyTree
@@ -79,7 +79,7 @@ class Host(Protocol):
         """A number that changes when a server is replaced."""
         ...
 
-    def number_of(self, plan: Plan) -> int:
+    def number_of(self, plan: StepPlan) -> int:
         """Returns the number of an admitted plan."""
         ...
 
@@ -219,7 +219,7 @@ class WorkerActor:
             self._home = mesh_topology((self._device, *others), axis_name)
         self._programs = Programs()
         self._compiled = CompiledPlans()
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, StepPlan] = {}
         self._elements = DrawnElements()
         self._epoch = -1
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
@@ -231,7 +231,7 @@ class WorkerActor:
         return describe_this_process()
 
     def add_plan(
-        self, plan: int, programs: Plan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
+        self, plan: int, programs: StepPlan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
     ) -> None:
         """Stores a plan, and the current servers."""
         self._plans[plan] = programs

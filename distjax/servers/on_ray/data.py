@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: How many elements of a dataset are kept: for closures in progress, and for `next` by hand.
 _KEPT = 8
+_NOT_KEPT = object()
 
 
 # -- in the coordinator's process ---------------------------------------------
@@ -174,8 +175,8 @@ class DrawnElements:
     """The datasets that a process knows, and the latest elements that it has drawn."""
 
     def __init__(self) -> None:
-        self._datasets: dict[int, Elements] = {}
-        self._kept: dict[int, dict[int, Any]] = {}  # by dataset, by number
+        #: By number: the dataset, and those of its elements that are kept.
+        self._datasets: dict[int, tuple[Elements, dict[int, Any]]] = {}
         self._lock = threading.Lock()  # a worker draws while it computes
 
     def add(self, datasets: dict[int, bytes]) -> None:
@@ -185,15 +186,13 @@ class DrawnElements:
         with self._lock:
             for number, pickled in datasets.items():
                 if number not in self._datasets:
-                    self._kept[number] = {}
-                    self._datasets[number] = Elements(cloudpickle.loads(pickled))
+                    self._datasets[number] = Elements(cloudpickle.loads(pickled)), {}
 
     def drop(self, datasets: Iterable[int]) -> None:
         """Drops datasets that the coordinator no longer has."""
         with self._lock:
             for number in datasets:
                 self._datasets.pop(number, None)
-                self._kept.pop(number, None)
 
     def knows(self, arrays: Sequence[OnWire | Place]) -> bool:
         """Returns whether the dataset of each array that lies in an element is known."""
@@ -216,16 +215,16 @@ class DrawnElements:
     def _find(self, dataset: int, index: int) -> Any:
         if dataset not in self._datasets:
             raise UnknownDataset(dataset)
-        kept = self._kept[dataset]
-        try:
+        elements, kept = self._datasets[dataset]
+        element = kept.get(index, _NOT_KEPT)
+        if element is not _NOT_KEPT:
+            return element
+        with self._lock:
+            if index not in kept:
+                kept[index] = jax.tree.map(_on_host, elements[index])
+                for oldest in list(kept)[:-_KEPT]:
+                    del kept[oldest]
             return kept[index]
-        except KeyError:
-            with self._lock:
-                if index not in kept:
-                    kept[index] = jax.tree.map(_on_host, self._datasets[dataset][index])
-                    for oldest in list(kept)[:-_KEPT]:
-                        del kept[oldest]
-                return kept[index]
 
 
 def _on_host(leaf: PyTree) -> Any:

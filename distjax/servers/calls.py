@@ -135,7 +135,7 @@ def _leaf_to_numpy(leaf: object) -> Any:
     return leaf
 
 
-# -- from a call to a closure --------------------------------------------------
+# -- from a call to a closure -------------------------------------------------
 
 
 _calls = UninterruptedCalls()  # for the main thread

@@ -167,7 +167,7 @@ class Closure:
         return plan.rebuild(results)
 
 
-# -- the errors of closures without a result -----------------------------------
+# -- the errors of closures without a result ----------------------------------
 
 
 def cancelled(reason: str) -> CancelledError:

@@ -408,7 +408,7 @@ def _not_ended(left: Sequence[str], timeout: float | None) -> str:
     )
 
 
-# -- its arguments -------------------------------------------------------------
+# -- its arguments ------------------------------------------------------------
 
 
 def require_servers(strategy: object) -> None:

@@ -154,7 +154,7 @@ def _calls_back(jaxpr: jec.Jaxpr) -> bool:
     )
 
 
-# -- the arrays of a plan on a worker's devices --------------------------------
+# -- the arrays of a plan on a worker's devices -------------------------------
 
 
 def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:
@@ -205,7 +205,7 @@ def outs_of(stage: Stage, plan: StepPlan, home: Topology) -> tuple[Sharding, ...
     return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)
 
 
-# -- which plans are compiled --------------------------------------------------
+# -- which plans are compiled -------------------------------------------------
 
 
 class CompiledPlans:

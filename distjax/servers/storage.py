@@ -42,7 +42,7 @@ def num_bytes(value: HasDtype) -> int:
     return math.prod(value.shape) * itemsize
 
 
-# -- where a variable lives ----------------------------------------------------
+# -- where a variable lives ---------------------------------------------------
 
 
 OWNER = "ParameterServerStrategy"
@@ -203,7 +203,7 @@ def _axis_text(counts: Sequence[int], shape: tuple[int, ...]) -> str:
     )
 
 
-# -- its array -----------------------------------------------------------------
+# -- its array ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

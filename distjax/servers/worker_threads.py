@@ -19,7 +19,7 @@ from distjax.servers.board import Board, Numbers, Worker
 from distjax.servers.closure import Closure, explain
 from distjax.servers.engine import Engine, Running, ServerStrategy, WorkerDied
 
-# -- the loop of a worker ------------------------------------------------------
+# -- the loop of a worker -----------------------------------------------------
 
 
 def work(
@@ -96,7 +96,7 @@ def finish(board: Board, worker: Worker, closure: Closure, running: Running) -> 
         board.finish(closure, worker, ran)
 
 
-# -- the threads, and the board of each strategy -------------------------------
+# -- the threads, and the board of each strategy ------------------------------
 
 
 _EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block the exit

@@ -220,7 +220,7 @@ def off_devices(array: object) -> Any:
 NOTHING_RUN = NamedCode(trace_code(lambda: [], ()), (), ())
 
 
-# -- how much programs may close over ------------------------------------------
+# -- how much programs may close over -----------------------------------------
 
 
 #: How many bytes of arrays the programs of one step may close over.

@@ -70,7 +70,7 @@ from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState, find_variables
 from distjax.variables.variable import Variable
 
-# -- tracing -------------------------------------------------------------------
+# -- tracing ------------------------------------------------------------------
 
 
 def cut_step(
@@ -240,7 +240,7 @@ def _require_own_replicas(
     )
 
 
-# -- the stages of a trace become programs, its values become slots ------------
+# -- the stages of a trace become programs, its values become slots -----------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.servers.cutting.code import Code, aval_of_atom, eval_equation, open_code, trace_code
 
-# -- what equations do to rows -------------------------------------------------
+# -- what equations do to rows ------------------------------------------------
 
 
 #: Each element of the result depends on the elements of the operands at the same position.
@@ -212,7 +212,7 @@ def _sliced(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
     return jnp.concatenate(found) if found else None
 
 
-# -- a function of shards ------------------------------------------------------
+# -- a function of shards -----------------------------------------------------
 
 
 #: How many rows the shards of a value have, in order; empty: it is whole.

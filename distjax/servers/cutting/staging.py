@@ -29,7 +29,7 @@ from distjax.servers.storage import Part, parts_of
 from distjax.variables.state import find_variables, variable_p
 from distjax.variables.variable import Variable
 
-# -- which values differ per replica of a worker, and how programs hold them ---
+# -- which values differ per replica of a worker, and how programs hold them --
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def find_localities(
     )
 
 
-# -- merges at servers ---------------------------------------------------------
+# -- merges at servers --------------------------------------------------------
 
 
 #: What users may have written for a primitive.

@@ -106,7 +106,7 @@ def _run_merge(
     now.update(zip(merge.written, results[num_results:], strict=True))
 
 
-# -- answers that need several servers: the worker joins their shares ----------
+# -- answers that need several servers: the worker joins their shares ---------
 
 
 def join_answers(update: Update) -> tuple[Update, NamedCode]:
@@ -196,7 +196,7 @@ def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
     return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns
 
 
-# -- shares by owner -----------------------------------------------------------
+# -- shares by owner ----------------------------------------------------------
 
 
 @dataclass(frozen=True)

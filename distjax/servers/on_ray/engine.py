@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import threading
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from distjax.context.thread_settings import ProgramModes
 from distjax.errors import describe_value, message
 from distjax.integers import require_int
 from distjax.placement.topology import Topology
-from distjax.servers.elements import NumberedElements
+from distjax.servers.elements import Argument, NumberedElements, Place, RemoteArray
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
@@ -32,17 +34,28 @@ from distjax.servers.on_ray.processes import (
     with_devices,
 )
 from distjax.servers.on_ray.server import RayServer, make_server
-from distjax.servers.on_ray.wire import Failed, ShippedPlan, export_plan
-from distjax.servers.on_ray.worker import Sent, make_worker
+from distjax.servers.on_ray.wire import (
+    Done,
+    Failed,
+    OnWire,
+    Order,
+    Outcome,
+    ServerGone,
+    ShippedPlan,
+    Stopped,
+    Unknown,
+    export_plan,
+    from_wire,
+    to_wire,
+)
+from distjax.servers.on_ray.worker import make_worker
 from distjax.servers.plan import StepPlan, count_writes
+from distjax.servers.server import lost_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from distjax.servers.on_ray.server import ServerActor
-
-
-_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 
 
 class RayEngine(Engine):
@@ -208,6 +221,131 @@ class RayEngine(Engine):
         dropped = drain(self._dropped)
         for actor in (*(s.actor for s in self._servers), *self.workers.actors()) if dropped else ():
             actor.drop_plans.remote(dropped)
+
+
+# -- attempts that were sent --------------------------------------------------
+
+_LOOK_SECONDS = 0.1  # how often to check whether a running attempt is still wanted
+
+
+def _as_sent(array: Argument) -> OnWire | Place:
+    return array.place if isinstance(array, RemoteArray) else to_wire([array])[0]
+
+
+class Sent:
+    """An attempt that was sent to a worker, in one call or in several.
+
+    Args:
+      engine: the engine.
+      worker: the worker's number.
+      process: the worker's process.
+      task: the task to run.
+    """
+
+    def __init__(self, engine: RayEngine, worker: int, process: RayProcess, task: Task):
+        self._engine, self._worker, self._process, self._task = engine, worker, process, task
+        self._order = Order(
+            engine.number_of(task.plan),
+            engine.epoch,
+            task.closure,
+            task.attempt,
+            list(map(_as_sent, task.arrays)),
+            ProgramModes.of_this_thread(),
+        )
+        self._call: tuple[str, tuple[int, ...]] = ("run", ())
+        self._answer: Any = None
+        self._is_stopped = False
+
+    def send(self, method: str, *args: int) -> None:
+        """Calls a method of the worker with the order."""
+        self._call = method, args
+        self._answer = getattr(self._process.actor, method).remote(self._order, *args)
+        if self not in self._process.in_hand:
+            self._process.in_hand.append(self)
+
+    def ask(self, method: str, *args: int) -> Outcome:
+        """Calls a method of the worker, and returns its outcome.
+
+        Raises:
+          WorkerDied: the worker died.
+        """
+        self.send(method, *args)
+        return self._outcome()
+
+    def wait(self) -> Ran:
+        """Waits for the attempt's outcome; raises as `Engine.run` does."""
+        return self.conclude(self._outcome())
+
+    def conclude(self, outcome: Outcome) -> Ran:
+        """Returns, or raises, the outcome of an attempt."""
+        self.let_go()
+        servers = self._engine.servers
+        if isinstance(outcome, ServerGone):
+            if self._order.epoch == self._engine.epoch:
+                servers[outcome.server].is_lost = True
+            raise lost_error(outcome.server)
+        if isinstance(outcome, Failed):
+            error = outcome.error
+            if isinstance(error, Stopped):
+                self._task.require_wanted()
+            raise error
+        assert isinstance(outcome, Done), "all stages have been asked for"
+        versions = outcome.versions
+        return Ran(
+            tuple(from_wire(outcome.results)),
+            tuple(versions[s.number] if s.number in versions else s.version for s in servers),
+        )
+
+    def let_go(self) -> None:
+        """Removes the attempt from those the worker has in hand."""
+        if self in self._process.in_hand:
+            self._process.in_hand.remove(self)
+
+    def _outcome(self) -> Outcome:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            while isinstance(outcome := self._get(), Unknown):
+                self._engine.send_plan(self._process, self._task)
+                self._order = dataclasses.replace(self._order, epoch=self._engine.epoch)
+                method, args = self._call
+                self.send(method, *args)
+            return outcome
+        except RayTaskError as error:
+            self.let_go()
+            raise error.cause from None
+        except RayError as error:
+            raise self._engine.workers.replace_dead(
+                self._worker, self._process, self, error
+            ) from error
+        except BaseException:  # such as that of a source of data, which the process cannot make
+            self.let_go()
+            raise
+
+    def _get(self) -> Outcome:
+        """Returns the worker's answer; tells it to stop if that is no longer wanted."""
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        while True:
+            try:
+                return ray.get(self._answer, timeout=_LOOK_SECONDS)
+            except GetTimeoutError:
+                self._stop_unwanted()
+
+    def _stop_unwanted(self) -> None:
+        if self._is_stopped:
+            return
+        try:
+            self._task.require_wanted()
+        except BaseException:
+            self._is_stopped = True
+            self._process.actor.stop.remote(self._task.closure)
+
+
+# -- options ------------------------------------------------------------------
+
+_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 
 
 def _require_options(

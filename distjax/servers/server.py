@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -300,8 +299,6 @@ class Server(ParameterServer):
         self._applied = Applied()
         self._sizes: dict[str, int] = {}  # bytes, by key
         self._is_new = True  # a process that has never had variables learns them in a restore
-        #: The bytes that each program receives and answers.
-        self._traffic = weakref.WeakKeyDictionary[Program, tuple[int, int]]()
         self._programs = Programs()
         self._copy = jax.jit(_copies)  # one call for all values of a pull
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
@@ -444,8 +441,9 @@ class Server(ParameterServer):
             donated = _donated(takes, writes)
             with jax.default_device(self.device):  # else it is compiled for each worker's
                 results, token = self._programs.run(program, [*values, *arrays], donated)
-            self._count(program, arrays, results[len(writes) :])
             new_values, answers = results[: len(writes)], results[len(writes) :]
+            self.totals.bytes_pushed += sum(x.nbytes for x in arrays)
+            self.totals.bytes_pulled += sum(x.nbytes for x in answers)
             if not writes:
                 return Answer(self._version, answers, token)
             self._values.update(zip(writes, new_values, strict=True))
@@ -489,16 +487,6 @@ class Server(ParameterServer):
             self._lose()
 
     # -- inside, under the lock -----------------------------------------------
-
-    def _count(
-        self, program: Program, arrays: Sequence[jax.Array], answers: Sequence[jax.Array]
-    ) -> None:
-        if program not in self._traffic:  # shapes are the program's, so once is enough
-            sizes = (sum(x.nbytes for x in arrays), sum(x.nbytes for x in answers))
-            self._traffic[program] = sizes
-        pushed, pulled = self._traffic[program]
-        self.totals.bytes_pushed += pushed
-        self.totals.bytes_pulled += pulled
 
     def _call(self, before: Callable[[], None]) -> None:
         try:

@@ -140,7 +140,7 @@ class RemoteElements(NumberedElements):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 place = Place(self._number, index, number, np.dtype(leaf.dtype))
                 return RemoteArray(place, leaf.shape, self._fetch)
-            return from_wire([leaf])[0] if isinstance(leaf, Disguised) else leaf
+            return from_wire(leaf)
 
         return jax.tree.map(as_array, described, is_leaf=lambda x: isinstance(x, Disguised))
 
@@ -235,4 +235,4 @@ def _on_host(leaf: PyTree) -> Any:
 def _as_struct(leaf: PyTree) -> Any:
     if isinstance(leaf, np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return to_wire([leaf])[0] if isinstance(leaf, jax.Array) else leaf
+    return to_wire(leaf)

@@ -229,7 +229,7 @@ _LOOK_SECONDS = 0.1  # how often to check whether a running attempt is still wan
 
 
 def _as_sent(array: Argument) -> OnWire | Place:
-    return array.place if isinstance(array, RemoteArray) else to_wire([array])[0]
+    return array.place if isinstance(array, RemoteArray) else to_wire(array)
 
 
 class Sent:

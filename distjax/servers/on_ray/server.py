@@ -22,9 +22,8 @@ from distjax.servers.on_ray.wire import (
     OnWire,
     arrives_as,
     for_programs,
+    from_wire,
     to_wire,
-    tree_from_wire,
-    tree_to_wire,
 )
 from distjax.servers.plan import Program
 from distjax.servers.server import ParameterServer, Report, Server, ServerSnapshot, lost_error
@@ -144,7 +143,7 @@ class RayServer(ParameterServer):
 
     def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
         """Returns the result of a method of the `Server` in its process: see `call`."""
-        return tree_from_wire(self.call("ask", method, tree_to_wire(args), modes))
+        return from_wire(self.call("ask", method, to_wire(args), modes))
 
     def _tell(self) -> None:
         over, removed = drain(self._over), drain(self._removed)
@@ -189,8 +188,8 @@ class ServerActor:
         """Returns the result of a method of `ParameterServer`."""
         with modes() if modes else contextlib.nullcontext(), jax.enable_x64(True):
             # 64 bits, since values only pass through.
-            result = getattr(self._server, method)(*tree_from_wire(args, self._device))
-            return tree_to_wire(result)
+            result = getattr(self._server, method)(*from_wire(args, self._device))
+            return to_wire(result)
 
     def tell(self, over: Iterable[int], removed: Iterable[str]) -> None:
         """Drops closures that are over, and values of dead variables."""

@@ -56,9 +56,9 @@ _SMALL = 1 << 20  # bytes: below this a call's own transfer is faster than placi
 OnWire = np.ndarray | Disguised
 
 
-def to_wire(arrays: Iterable[jax.Array | np.ndarray]) -> list[OnWire]:
-    """Returns arrays in wire form; waits until they are computed."""
-    return [_to_wire(x) for x in arrays]
+def to_wire(tree: PyTree) -> Any:
+    """Returns a tree with its arrays in wire form; waits until they are computed."""
+    return jax.tree.map(lambda x: _to_wire(x) if isinstance(x, jax.Array | np.ndarray) else x, tree)
 
 
 def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
@@ -71,25 +71,15 @@ def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
     return Disguised(host.view(f"u{host.itemsize}"), host.dtype.name, False)
 
 
-def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
-    """Returns arrays on a device; on a CPU, in the memory they arrived in if possible."""
-    with jax.enable_x64(True):  # else 64-bit values would be truncated, whoever sent them
-        sharding = None if device is None else SingleDeviceSharding(device)
-        arrays: list[jax.Array] = transfer_each([_as_host(x) for x in sent], sharding)
-        return list(map(_as_key, sent, arrays))
-
-
-def tree_to_wire(tree: PyTree) -> Any:
-    """Returns a tree with its arrays in wire form."""
-    return jax.tree.map(lambda x: _to_wire(x) if isinstance(x, jax.Array | np.ndarray) else x, tree)
-
-
-def tree_from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
-    """Returns a tree with its arrays placed on a device: see `from_wire`."""
-    is_array = lambda x: isinstance(x, np.ndarray | Disguised)
+def from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
+    """Returns a tree with its arrays on a device; on a CPU, where they arrived if possible."""
     leaves, treedef = jax.tree.flatten(sent, is_leaf=lambda x: isinstance(x, Disguised))
-    arrays = iter(from_wire([x for x in leaves if is_array(x)], device))
-    return treedef.unflatten([next(arrays) if is_array(x) else x for x in leaves])
+    arrays = [x for x in leaves if isinstance(x, OnWire)]
+    sharding = None if device is None else SingleDeviceSharding(device)
+    with jax.enable_x64(True):  # else 64-bit values would be truncated, whoever sent them
+        placed: list[jax.Array] = transfer_each(list(map(_as_host, arrays)), sharding)
+        found = map(_as_key, arrays, placed)
+        return treedef.unflatten([next(found) if isinstance(x, OnWire) else x for x in leaves])
 
 
 def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:

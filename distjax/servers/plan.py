@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,21 +102,3 @@ def writes(stage: Stage) -> bool:
 def count_writes(plan: StepPlan) -> int:
     """Returns the number of stages that write."""
     return sum(map(writes, plan.stages))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Cuts:
-    """What one function was cut into.
-
-    Attributes:
-      confirm_reused: called when the same function comes again: it is not made anew for each call.
-      plans: by signature.
-      by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
-        arguments whose leaves are all arrays and numbers.
-    """
-
-    confirm_reused: Callable[[], None]
-    plans: dict[Hashable, StepPlan] = dataclasses.field(default_factory=dict)
-    by_kinds: dict[Hashable, tuple[StepPlan, tuple[Any, ...]]] = dataclasses.field(
-        default_factory=dict
-    )

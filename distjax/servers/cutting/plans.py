@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, abstract_topology
 from distjax.placement.transfer import transfer
 from distjax.program.discovery import signature_of
+from distjax.program.function_cache import FunctionCache
+from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_call
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine
@@ -62,8 +65,7 @@ from distjax.servers.cutting.update import (
     join_answers,
     trace_update,
 )
-from distjax.servers.extended import ParameterServerExtended, ServedStrategy
-from distjax.servers.plan import Cuts, Push, Stage, StepPlan
+from distjax.servers.plan import Push, Stage, StepPlan
 from distjax.servers.storage import parts_of
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import is_number
@@ -73,43 +75,148 @@ from distjax.variables.variable import Variable
 # -- tracing ------------------------------------------------------------------
 
 
-def cut_step(
-    strategy: ServedStrategy,
-    fn: Callable[..., Any],
-    args: Sequence[PyTree] = (),
-    kwargs: dict[str, PyTree] | None = None,
-) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
-    """Returns the plan of a replica function, and its flat arguments.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cuts:
+    """What one function was cut into.
 
-    Traced and cut once per function and signature; nothing is run.
+    Attributes:
+      confirm_reused: called when the same function comes again: it is not made anew for each call.
+      plans: by signature.
+      by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
+        arguments whose leaves are all arrays and numbers.
+    """
+
+    confirm_reused: Callable[[], None]
+    plans: dict[Hashable, StepPlan] = dataclasses.field(default_factory=dict)
+    by_kinds: dict[Hashable, tuple[StepPlan, tuple[Any, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+class Cutter:
+    """Cuts the steps of a strategy, each once per function and signature.
 
     Args:
-      strategy: whose workers and servers run it.
-      fn: the replica function.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-
-    Raises:
-      ValueError, TypeError: args or kwargs have the wrong type, or fn is not a function.
-      MergeError: a merge is in a loop, or an update needs variables of several servers.
-      StrategyMismatchError: fn uses variables of another strategy.
-      Whatever ``fn`` raises.
+      topology: the replicas of a worker.
+      num_servers: how many servers there are.
+      cut: "least_bytes" or "arguments".
+      find_strategy: returns the strategy.
     """
-    given, named = require_call(fn, args, kwargs, "schedule")
-    cuts: Cuts = strategy.extended.cuts.get(fn)
-    if cuts.plans:
-        cuts.confirm_reused()
-    leaves, treedef = jax.tree.flatten((given, named))
-    kinds = tuple(map(_kind_of, leaves))
-    key = treedef, kinds, jax_compat.trace_context()
-    found = cuts.by_kinds.get(key)
-    if found is None:
-        plan, flat = _look_up(strategy, fn, given, named, cuts)
-        if len(flat) == len(leaves) and None not in kinds:
-            cuts.by_kinds[key] = plan, tuple(x.dtype for x in flat)
-        return plan, flat
-    plan, dtypes = found
-    return plan, [_as_flat(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+    def __init__(
+        self,
+        topology: Topology,
+        num_servers: int,
+        cut: str,
+        find_strategy: Callable[[], StrategyLike],
+    ):
+        self.topology, self.num_servers, self.way = topology, num_servers, cut
+        self._find_strategy = find_strategy
+        self._cuts = FunctionCache(lambda fn: _Cuts(record_new_function(fn(), self.strategy)))
+        self._tracing = threading.RLock()
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy, whose variables a step may use."""
+        return self._find_strategy()
+
+    def cut(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: dict[str, PyTree] | None
+    ) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
+        """Returns the plan of a replica function, and its flat arguments; nothing is run.
+
+        Args:
+          fn: the replica function.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+
+        Raises:
+          ValueError, TypeError: args or kwargs have the wrong type, or fn is not a function.
+          MergeError: a merge is in a loop, or an update needs variables of several servers.
+          StrategyMismatchError: fn uses variables of another strategy.
+          Whatever ``fn`` raises.
+        """
+        given, named = require_call(fn, args, kwargs, "schedule")
+        cuts: _Cuts = self._cuts.get(fn)
+        if cuts.plans:
+            cuts.confirm_reused()
+        leaves, treedef = jax.tree.flatten((given, named))
+        kinds = tuple(map(_kind_of, leaves))
+        key = treedef, kinds, jax_compat.trace_context()
+        found = cuts.by_kinds.get(key)
+        if found is None:
+            plan, flat = self._look_up(fn, given, named, cuts)
+            if len(flat) == len(leaves) and None not in kinds:
+                cuts.by_kinds[key] = plan, tuple(x.dtype for x in flat)
+            return plan, flat
+        plan, dtypes = found
+        return plan, [_as_flat(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+    def _look_up(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        cuts: _Cuts,
+    ) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
+        """Returns the plan for any arguments, cut now if it is new, and the flat arguments."""
+        if not cuts.plans:  # at the first call only, as in other strategies
+            _require_no_objects(fn, args, kwargs)
+        names = positional_names(fn)
+        marked = mark_modules((args, kwargs), tuple(names))
+        tree = mark_static(without_expectations(*marked), names)
+        key = signature_of(tree), jax_compat.trace_context()
+        with self._tracing:
+            plan = cuts.plans.get(key)
+            if plan is None:
+                plan = cuts.plans[key] = self._trace(fn, *tree)
+        return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in jax.tree.leaves(tree)]
+
+    @user_mesh.ignores_user_mesh
+    def _trace(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> StepPlan:
+        """Traces a step and cuts it."""
+        _require_outside_traces(fn)
+        partitioned = PartitionedTree(
+            (args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf)
+        )
+        names = positional_names(fn)
+        values = self._values_of(fn, partitioned, names)
+        outer = TraceState(
+            local_view=False
+        )  # no log of creations: variables are made outside of steps
+        topology = self.topology
+        objects = ObjectArguments((args, kwargs), names)
+        with checking_outer_state(fn):
+            traced = trace_replica(self.strategy, fn, partitioned, values, outer, topology)
+        objects.require_no_leaks(function_name(fn), traced.result.objects)
+        objects.require_inputs(traced.jaxpr, traced.consts)
+        if topology.num_replicas > 1:
+            given = Given(function_name(fn), partitioned, names, values)
+            count = len(traced.result.leaves)
+            examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
+        varying = [value.varying for value in values]
+        paths = tuple(user_path(path, names) for path in partitioned.paths)
+        return assemble_plan(function_name(fn), traced, varying, paths, self)
+
+    def _values_of(
+        self,
+        fn: Callable[..., Any],
+        partitioned: PartitionedTree,
+        names: Sequence[str],
+    ) -> list[GlobalValue]:
+        """Returns the arguments, each marked as varying per replica or not."""
+        values: list[GlobalValue] = []
+        for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+            is_varying = isinstance(leaf, PerReplica)
+            if is_varying:
+                _require_own_replicas(self.topology, fn, leaf, user_path(path, names))
+            values.append(GlobalValue(leaf.stacked if is_varying else leaf, is_varying))
+        return values
 
 
 def _kind_of(leaf: object) -> Hashable:
@@ -125,71 +232,6 @@ def _kind_of(leaf: object) -> Hashable:
 def _as_flat(leaf: ArrayLike, dtype: DTypeLike) -> jax.Array | np.ndarray:
     """Returns an argument as an array of the dtype that the trace was made for."""
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
-
-
-def _look_up(
-    strategy: ServedStrategy,
-    fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    cuts: Cuts,
-) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
-    """Returns the plan for any arguments, cut now if it is new, and the flat arguments."""
-    if not cuts.plans:  # at the first call only, as in other strategies
-        _require_no_objects(fn, args, kwargs)
-    names = positional_names(fn)
-    marked = mark_modules((args, kwargs), tuple(names))
-    tree = mark_static(without_expectations(*marked), names)
-    key = signature_of(tree), jax_compat.trace_context()
-    with strategy.extended.tracing:
-        plan = cuts.plans.get(key)
-        if plan is None:
-            plan = cuts.plans[key] = _cut(strategy, fn, *tree)
-    return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in jax.tree.leaves(tree)]
-
-
-@user_mesh.ignores_user_mesh
-def _cut(
-    strategy: ServedStrategy,
-    fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> StepPlan:
-    """Traces a step and cuts it."""
-    _require_outside_traces(fn)
-    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
-    names = positional_names(fn)
-    values = _values_of(strategy, fn, partitioned, names)
-    outer = TraceState(local_view=False)  # no log of creations: variables are made outside of steps
-    topology = strategy.extended.topology
-    objects = ObjectArguments((args, kwargs), names)
-    with checking_outer_state(fn):
-        traced = trace_replica(strategy, fn, partitioned, values, outer, topology)
-    objects.require_no_leaks(function_name(fn), traced.result.objects)
-    objects.require_inputs(traced.jaxpr, traced.consts)
-    if topology.num_replicas > 1:
-        given = Given(function_name(fn), partitioned, names, values)
-        count = len(traced.result.leaves)
-        examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
-    varying = [value.varying for value in values]
-    paths = tuple(user_path(path, names) for path in partitioned.paths)
-    return assemble_plan(function_name(fn), traced, varying, paths, strategy.extended)
-
-
-def _values_of(
-    strategy: ServedStrategy,
-    fn: Callable[..., Any],
-    partitioned: PartitionedTree,
-    names: Sequence[str],
-) -> list[GlobalValue]:
-    """Returns the arguments, each marked as varying per replica or not."""
-    values: list[GlobalValue] = []
-    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
-        is_varying = isinstance(leaf, PerReplica)
-        if is_varying:
-            _require_own_replicas(strategy, fn, leaf, user_path(path, names))
-        values.append(GlobalValue(leaf.stacked if is_varying else leaf, is_varying))
-    return values
 
 
 def _require_outside_traces(fn: Callable[..., Any]) -> None:
@@ -224,9 +266,8 @@ def _require_no_objects(
 
 
 def _require_own_replicas(
-    strategy: ServedStrategy, fn: Callable[..., Any], value: PerReplica, path: str
+    topology: Topology, fn: Callable[..., Any], value: PerReplica, path: str
 ) -> None:
-    topology = strategy.extended.topology
     if topology.num_replicas > 1:
         require_same_topology(value, topology, f"argument {path} of {function_name(fn)}")
         return
@@ -274,7 +315,7 @@ def assemble_plan(
     traced: ReplicaTrace,
     args_varying: Sequence[bool],
     arg_names: tuple[str, ...],
-    extended: ParameterServerExtended,
+    cutter: Cutter,
 ) -> StepPlan:
     """Returns the plan of a traced replica function.
 
@@ -283,12 +324,12 @@ def assemble_plan(
       traced: its trace.
       args_varying: for each flat argument, whether it has a row for each replica.
       arg_names: for each flat argument, its name for the user.
-      extended: the strategy's.
+      cutter: the strategy's.
 
     Raises:
       MergeError, StrategyMismatchError: it cannot be cut.
     """
-    topology = extended.topology
+    topology = cutter.topology
     jaxpr, consts = open_calls(traced.jaxpr, traced.consts, topology)
     localities = find_localities(jaxpr, consts, args_varying, topology)
     constants: dict[Any, Any] = dict(zip(jaxpr.constvars, map(off_devices, consts), strict=True))
@@ -299,14 +340,14 @@ def assemble_plan(
     merged = (v for s in stages for m in s.merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys((*snapshot.values(), *merged)))
     for variable in variables:
-        _require_own(variable, name, extended.strategy)
+        _require_own(variable, name, cutter.strategy)
     reads, pulled = read_parts(snapshot)
     stages[0].eqns[:0] = reads
 
     slots: dict[Any, int] = collections.defaultdict(itertools.count().__next__)
     arguments = tuple(slots[v] for v in jaxpr.invars)
     pulls = tuple((slots[v], part.key) for v, part in pulled.items())
-    cut = _cut_stages(name, stages, results, constants, localities, extended)
+    cut = _cut_stages(name, stages, results, constants, localities, cutter)
     programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
     require_small(name, programs.codes)
@@ -374,17 +415,17 @@ def _cut_stages(
     results: Sequence[Any],
     constants: dict[Any, Any],
     localities: Localities,
-    extended: ParameterServerExtended,
+    cutter: Cutter,
 ) -> list[CutStage]:
     """Returns the stages with their merges cut by server."""
     cut: list[CutStage] = []
-    later, num_servers = _names(results), len(extended.servers)
+    later, num_servers = _names(results), cutter.num_servers
     for stage in reversed(stages):
         joined, moved, shares = NOTHING_RUN, NOTHING_RUN, []
         if stage.merges:
             update = trace_update(stage.merges, constants, later, localities)
             update, joined = join_answers(update)
-            moved, update = _move(update, extended.cut, num_servers)
+            moved, update = _move(update, cutter.way, num_servers)
             shares = cut_by_owner(update, name, num_servers)
         if joined.results:
             after = cut.pop() if cut else CutStage(TracedStage(), joined, NOTHING_RUN, [], later)

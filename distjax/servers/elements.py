@@ -53,7 +53,7 @@ class NumberedElements(Protocol):
         """Returns what `seek` may need to come back to the next element."""
         ...
 
-    def seek(self, index: int, state: Any = None) -> None:
+    def seek(self, index: int, state: object = None) -> None:
         """Makes the element with this number the next one."""
         ...
 
@@ -92,7 +92,7 @@ class Elements(NumberedElements):
         source = self._source
         return copy.deepcopy(source.get_state()) if keeps_position(source) else None
 
-    def seek(self, index: int, state: Any = None) -> None:
+    def seek(self, index: int, state: object = None) -> None:
         """Makes the dataset again, and goes to an element of it.
 
         Raises:

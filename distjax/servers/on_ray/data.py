@@ -150,7 +150,7 @@ class RemoteElements(NumberedElements):
     def state(self) -> None:
         """Returns None: whoever draws an element by its number finds it."""
 
-    def seek(self, index: int, state: None = None) -> None:
+    def seek(self, index: int, state: object = None) -> None:
         """Does nothing: see `state`."""
 
 

@@ -99,6 +99,14 @@ def test_what_was_given_to_a_worker_stays_as_it_was():
         assert (float(value), float(answer)) == (version, version + 1)
 
 
+def test_an_old_value_that_is_not_a_number_can_be_pulled():
+    """A step may replace it, also where JAX looks for what makes one."""
+    server = make_server(np.nan)
+    with jax.debug_nans(True):
+        _, (value,) = server.pull(["total"], one_device_topology(server.device, 1, REPLICA_AXIS))
+    assert np.isnan(value)
+
+
 def test_a_value_that_nobody_holds_is_replaced_in_its_memory():
     server = Server(0, jax.devices()[0])
     server.create("total", np.zeros(1000, np.float32))

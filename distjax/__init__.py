@@ -33,9 +33,9 @@ from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.static import static
+from distjax.servers.calls import RemoteValue
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues
-from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy

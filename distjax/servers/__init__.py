@@ -1,18 +1,18 @@
 """Parameter servers: variables on servers, and workers that run asynchronously."""
 
-from distjax.servers.coordinator import Coordinator
+from distjax.servers.calls import RemoteValue
+from distjax.servers.coordinator import Coordinator, Snapshot
+from distjax.servers.elements import Elements
 from distjax.servers.engine import Engine, Ran, Task, WorkerDied
 from distjax.servers.on_ray.engine import RayEngine
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from distjax.servers.remote_value import RemoteValue
-from distjax.servers.server_contract import ParameterServer, ServerSnapshot
-from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import Server, ServerDied
+from distjax.servers.server import ParameterServer, Report, Server, ServerDied, ServerSnapshot
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.servers.threads import ThreadEngine
 
 __all__ = [
     "Coordinator",
+    "Elements",
     "Engine",
     "ParameterServer",
     "ParameterServerStrategy",
@@ -22,6 +22,7 @@ __all__ = [
     "Ran",
     "RayEngine",
     "RemoteValue",
+    "Report",
     "Server",
     "ServerDied",
     "ServerSnapshot",

@@ -14,14 +14,19 @@ from jax.sharding import Sharding
 from distjax.context.thread_settings import ProgramModes
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import copied
-from distjax.servers.applied import Answer
-from distjax.servers.compiling import CompiledPlans
+from distjax.servers.elements import Argument
 from distjax.servers.engine import Task
-from distjax.servers.placing import outs_of, place, sharding_of
 from distjax.servers.plan import Push, Stage
-from distjax.servers.programs import Given, OutShardings, Programs
-from distjax.servers.remote_array import Argument
+from distjax.servers.programs import (
+    CompiledPlans,
+    Given,
+    OutShardings,
+    Programs,
+    outs_of,
+    place,
+    sharding_of,
+)
+from distjax.servers.server import Answer
 
 
 class Parcel(NamedTuple):
@@ -43,6 +48,10 @@ class Servers(Protocol):
 
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
         """Returns the shape, dtype and sharding that an array from a server has at the worker."""
+        ...
+
+    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        """Has servers compile what they run to be pulled from."""
         ...
 
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
@@ -79,15 +88,13 @@ class Attempt:
         self._slots: dict[int, jax.Array] = {}
         self._bring(task.plan.arguments, task.arrays)
         self._pulled: dict[int, int] = {}  # versions, by server
-        self._returned: dict[int, jax.Array] = {}  # copies of pulled values that are results
         self.versions: dict[int, int] = {}
         self.tokens: list[jax.Array] = []
 
     @property
     def results(self) -> tuple[jax.Array, ...]:
         """The flat results."""
-        slots = {**self._slots, **self._returned}
-        return tuple(slots[slot] for slot in self._task.plan.results)
+        return tuple(self._slots[slot] for slot in self._task.plan.results)
 
     def compile(self, compiled: CompiledPlans) -> None:
         """Compiles the plan's programs, including those of servers, unless this has been done."""
@@ -97,19 +104,18 @@ class Attempt:
 
     def pull(self) -> None:
         """Reads the snapshot: one version of each server."""
-        plan = self._task.plan
-        wanted: dict[int, list[tuple[int, str]]] = {k: [] for k in plan.owners.values()}
-        for slot, key in plan.pulls:
-            wanted[plan.owners[key]].append((slot, key))
-        keys = {server: [key for _, key in pulls] for server, pulls in wanted.items()}
-        for server, (version, values) in self._servers.pull(keys).items():
+        for server, (version, values) in self._servers.pull(self._wanted()).items():
             self._pulled[server] = self.versions[server] = version
-            self._bring([slot for slot, _ in wanted[server]], values)
-        returned = {slot for slot, _ in plan.pulls}.intersection(plan.results)
-        # The user may donate results, and the server keeps the originals. Numpy arrays are copied
-        # when they are sent.
-        on_devices = {s for s in returned if not isinstance(self._slots[s], np.ndarray)}
-        self._returned = {slot: copied(self._slots[slot]) for slot in on_devices}
+            plan = self._task.plan
+            self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
+
+    def _wanted(self) -> dict[int, list[str]]:
+        """Returns the keys to pull from each server that the plan uses."""
+        plan = self._task.plan
+        wanted: dict[int, list[str]] = {server: [] for server in plan.owners.values()}
+        for _, key in plan.pulls:
+            wanted[plan.owners[key]].append(key)
+        return wanted
 
     def compute(self, number: int) -> None:
         """Runs the worker's part of a stage."""
@@ -138,6 +144,7 @@ class Attempt:
             self.tokens.append(answer.token)
 
     def _compile(self) -> None:
+        self._servers.compile_pull(self._wanted())
         known: dict[int, Given] = {**self._slots}
 
         def forms(slots: Sequence[int], avals: Sequence[ShapedArray]) -> list[Given]:

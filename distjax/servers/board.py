@@ -1,4 +1,148 @@
-"""Board: which closures are queued, which run, and the outcomes of the others."""
+"""Board: which closures are queued, which run, the outcomes of the others; and who pauses them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import CancelledError
+
+from distjax.errors import ContextError, message
+from distjax.program.function_cache import FunctionCache
+from distjax.servers.closure import Closure, State, cancelled, cut_short, end_of_data, given_up
+from distjax.servers.elements import PerWorkerSource
+from distjax.servers.engine import Ran, WorkerDied
+from distjax.uninterrupted import Waiters
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A worker of a coordinator.
+
+    Attributes:
+      number: its id.
+      num_closures: how many it has completed.
+      num_restarts: how often it was lost.
+      is_removed: whether it may take no more.
+      has_ended: whether its thread has ended.
+      is_drawing: whether it may be drawing elements for its closure.
+      ended: the data sources that have no more values for it.
+    """
+
+    number: int
+    num_closures: int = 0
+    num_restarts: int = 0
+    is_removed: bool = False
+    has_ended: bool = False
+    is_drawing: bool = False
+    ended: weakref.WeakSet[PerWorkerSource] = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+@dataclasses.dataclass
+class Numbers:
+    """The numbers of closures: the next one."""
+
+    next: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Pause:
+    """A pause of the thread that makes it.
+
+    Attributes:
+      is_restore: whether it is for a restore of the servers.
+      is_entered: whether its block runs; until then it waits.
+      thread: the thread.
+    """
+
+    is_restore: bool
+    is_entered: bool = False
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+
+
+class Pauses:
+    """The pauses of a board; true while there is one. It takes no lock.
+
+    It also knows who draws an element: closures wait for it, and it may not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: dict[Pause, None] = {}
+        self._drawing: set[int] = set()  # threads
+
+    def __bool__(self) -> bool:
+        return bool(self._pauses)
+
+    def begin(self, pause: Pause) -> None:
+        """Records a pause."""
+        self._pauses[pause] = None
+
+    def end(self, pause: Pause) -> None:
+        """Records that a pause is over, if it had begun."""
+        self._pauses.pop(pause, None)
+
+    def is_free(self, pause: Pause) -> bool:
+        """Returns whether no other thread is in a block that excludes that of a pause.
+
+        A restore changes values: what others read in their pauses must not change meanwhile, unless
+        they wait there for a restore of their own, which would wait for this one forever.
+        """
+        pauses = tuple(self._pauses)
+        waiting = {p.thread for p in pauses if p.is_restore and not p.is_entered}
+        others = [p for p in pauses if p.is_entered and p.thread not in {pause.thread, *waiting}]
+        return not any(p.is_restore or pause.is_restore for p in others)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Generator[None]:
+        """A context in which the calling thread draws elements for a closure."""
+        thread = threading.get_ident()
+        try:
+            self._drawing.add(thread)
+            yield
+        finally:
+            self._drawing.discard(thread)
+
+    def require_going(self, method: str) -> None:
+        """Raises a ContextError if the calling thread keeps closures from running.
+
+        Args:
+          method: the caller, which would wait for closures forever.
+        """
+        self.require_not_drawing(method)
+        if threading.get_ident() not in [p.thread for p in tuple(self._pauses)]:
+            return
+        raise ContextError(
+            message(
+                f"{method} needs closures to run",
+                got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
+                why="it waits for a closure, and none runs until that ends",
+                fix="call it afterwards; until then read variables: v.value",
+            )
+        )
+
+    def require_not_drawing(self, method: str) -> None:
+        """Raises a ContextError if the calling thread draws an element for a closure.
+
+        Args:
+          method: the caller, which would wait for closures, or for the same data.
+        """
+        if threading.get_ident() not in self._drawing:
+            return
+        raise ContextError(
+            message(
+                f"{method} needs to be called outside of per-worker data",
+                got="a call in the function or dataset of create_per_worker_dataset",
+                why="a worker makes an element there for its closure, and both would wait for each "
+                "other forever",
+                fix="read variables there: v.value; or make the elements in your own loop: "
+                "coordinator.schedule(step, args=(element,))",
+            )
+        )
+
 
 # One lock, held for a few lines and never while taking another lock or running user code. Threads
 # wait on `waiters` for the board to change, without the lock; they are rung after it is released.
@@ -6,25 +150,6 @@
 # A closure is in the queue, in `running`, or over. Workers take the oldest first; a closure whose
 # worker is lost goes back to the head of the queue. Whatever comes first ends it: its result, an
 # error, a cancellation, the loss of a server. Later events find it over.
-
-from __future__ import annotations
-
-import collections
-import contextlib
-import threading
-import time
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError
-
-from distjax.program.function_cache import FunctionCache
-from distjax.servers.closure import Closure, State
-from distjax.servers.engine import Ran, WorkerDied
-from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
-from distjax.servers.pauses import Pause, Pauses
-from distjax.servers.streams import PerWorkerSource
-from distjax.servers.worker import Worker
-from distjax.uninterrupted import Waiters
 
 
 class Board:
@@ -35,7 +160,7 @@ class Board:
       max_failures: how many workers may be lost in one closure before it fails.
       forget: called with the number of each closure that is over.
       withdraw: has servers reject a closure; returns whether it has changed a value of theirs.
-      numbers: yields the closures' numbers; shared with the other boards of the strategy.
+      numbers: of the closures; shared with the other boards of the strategy.
     """
 
     def __init__(
@@ -44,7 +169,7 @@ class Board:
         max_failures: int,
         forget: Callable[[int], None],
         withdraw: Callable[[int], bool],
-        numbers: Iterator[int],
+        numbers: Numbers,
     ):
         self.waiters = Waiters()
         self.queue: collections.deque[Closure] = collections.deque()
@@ -92,13 +217,13 @@ class Board:
         self.waiters.ring()
 
     def _queue_new(self, closure: Closure) -> None:
+        closure.number = self._numbers.next
         try:
-            # One call in C: no signal comes between taking the number and recording its owner.
-            collections.deque(map(setattr, [closure], ["number"], self._numbers), maxlen=0)
+            self._numbers.next += 1
             self.queue.append(closure)
-        except BaseException:
-            if closure not in self.queue and closure.number >= 0:
-                self._forget(closure.number)  # servers wait for every number to be over
+        except BaseException:  # a signal: servers wait for every number that was taken to be over
+            if closure not in self.queue and self._numbers.next > closure.number:
+                self._forget(closure.number)
             raise
         self.counts["scheduled"] += 1
 
@@ -140,7 +265,8 @@ class Board:
                 if closure.position is not None and closure.position >= num_held:
                     closure.undo(error)
             self.num_held = num_held
-            num_over = next(self._numbers) + 1  # no closure gets this number
+            self._numbers.next += 1  # no closure gets this number
+            num_over = self._numbers.next
             for worker in self.workers.values():
                 worker.ended.clear()
         self._announce(over)

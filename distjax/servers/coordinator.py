@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 import weakref
@@ -12,20 +13,48 @@ from typing import Any, NoReturn
 import jax
 
 from distjax.data.input_context import InputContext
-from distjax.errors import message
-from distjax.servers.crew import Crew
-from distjax.servers.in_process import refuse_pickle
-from distjax.servers.options import require_positive, require_servers, require_snapshot
-from distjax.servers.outcomes import undone
-from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
-from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
-from distjax.servers.server_contract import add_totals
-from distjax.servers.snapshot import Snapshot
-from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.submitting import cut_call
+from distjax.errors import describe_value, message
+from distjax.servers.calls import RemoteValue, cut_call, require_outside_of_steps, to_numpy
+from distjax.servers.closure import undone
+from distjax.servers.elements import Position
+from distjax.servers.engine import ServerStrategy
+from distjax.servers.per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    refuse_pickle,
+    require_source,
+)
+from distjax.servers.server import ServerSnapshot, add_totals
+from distjax.servers.worker_threads import WorkerThreads, require_positive
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_lines import user_stacklevel
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Values and versions of all servers, at a moment when no closure was running.
+
+    Attributes:
+      closures: how many closures it contains.
+      servers: the state of each server.
+      positions: the positions of iterators over per-worker data, as long as they are alive.
+      strategy: the strategy of the servers, as long as it is alive.
+    """
+
+    closures: int
+    servers: Sequence[ServerSnapshot]
+    positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
+    strategy: weakref.ref[ServerStrategy]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the servers."""
+        return tuple(server.version for server in self.servers)
+
+    def __repr__(self) -> str:
+        return f"Snapshot(closures={self.closures}, versions={self.versions})"
+
 
 _QUEUED_PER_WORKER = 4
 _SECONDS_IF_RAISED = 5.0  # for closures in hand: a worker without data must not hide the error
@@ -67,12 +96,12 @@ class Coordinator:
             queue_size = _QUEUED_PER_WORKER * strategy.num_workers
         require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
         self._strategy = strategy
-        self._crew = Crew(strategy, queue_size)
-        self._board = self._crew.board
-        self._before = add_totals(strategy.engine.servers)
+        self._workers = WorkerThreads(strategy, queue_size)
+        self._board = self._workers.board
+        self._before = add_totals(s.report().totals for s in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
-        self._crew.add(strategy.num_workers)
+        self._workers.add(strategy.num_workers)
         self._closing = weakref.finalize(self, self._board.close)
 
     # -- running steps --------------------------------------------------------
@@ -169,7 +198,7 @@ class Coordinator:
             self._board.cancel("the coordinator was closed before it had run")
         self._closing.detach()
         self._board.close()  # again, if a signal ended the first call before it
-        left = self._crew.wait(timeout)
+        left = self._workers.wait(timeout)
         if left:
             warnings.warn(_not_ended(left, timeout), RuntimeWarning, user_stacklevel())
 
@@ -216,7 +245,7 @@ class Coordinator:
         open_data = strategy.engine.open_data if at == "worker" else None
         num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(
-            fn_or_dataset, self._crew.ids, num_replicas, open_data, self._iterators
+            fn_or_dataset, self._workers.ids, num_replicas, open_data, self._iterators
         )
 
     # -- workers --------------------------------------------------------------
@@ -225,7 +254,7 @@ class Coordinator:
         """Starts more workers; returns their ids."""
         self._require_ready("add_workers", waits=False)
         require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
-        return self._crew.add(n)
+        return self._workers.add(n)
 
     def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
         """Ends workers after the closures they have in hand, and waits until they have ended.
@@ -240,7 +269,7 @@ class Coordinator:
           ValueError: an unknown id, or no worker would be left.
         """
         self._require_ready("remove_workers")
-        self._crew.remove(ids_or_n)
+        self._workers.remove(ids_or_n)
 
     # -- snapshots ------------------------------------------------------------
 
@@ -327,20 +356,21 @@ class Coordinator:
         board, engine = self._board, self._strategy.engine
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
-        servers, totals = engine.servers, add_totals(engine.servers)
+        servers = [(server, server.report()) for server in engine.servers]
+        totals = add_totals(report.totals for _, report in servers)
         staleness = totals.staleness - self._before.staleness
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
             "queue": len(board.queue),
-            "versions": [server.version for server in servers],
+            "versions": [report.version for _, report in servers],
             "staleness": dict(sorted(staleness.items())),
             "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
             "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
             "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
-            "workers": self._crew.describe_workers(),
+            "workers": self._workers.describe_workers(),
             "servers": [
-                {"id": s.number, "pid": s.pid, "version": s.version, "bytes": s.nbytes}
-                for s in servers
+                {"id": s.number, "pid": s.pid, "version": report.version, "bytes": report.nbytes}
+                for s, report in servers
             ],
         }
 
@@ -375,4 +405,41 @@ def _not_ended(left: Sequence[str], timeout: float | None) -> str:
         got="; ".join(left),
         why="the error of the block is raised now, and their threads end when they get that far",
         fix="let the data end when the block does, or bound its waits: queue.get(timeout=60)",
+    )
+
+
+# -- its arguments ------------------------------------------------------------
+
+
+def require_servers(strategy: object) -> None:
+    """Raises a TypeError unless it is a strategy that has parameter servers."""
+    # A `dj.compat` adapter has all names of the strategy it wraps, and would get another board.
+    if isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"):
+        return
+    raise TypeError(
+        message(
+            "Coordinator needs a ParameterServerStrategy",
+            got=describe_value(strategy),
+            why="it schedules steps on workers that have parameter servers",
+            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); for a dj.compat adapter of "
+            "one: dj.Coordinator(strategy.wrapped)",
+        )
+    )
+
+
+def require_snapshot(snapshot: object, strategy: ServerStrategy) -> None:
+    """Raises a TypeError or ValueError unless it is a snapshot of the servers of `strategy`."""
+    is_snapshot = isinstance(snapshot, Snapshot)
+    if is_snapshot and snapshot.strategy() is strategy:
+        return
+    raise (ValueError if is_snapshot else TypeError)(
+        message(
+            f"restore needs a snapshot of the servers of {strategy!r}",
+            got=f"one of another strategy: {snapshot!r}"
+            if is_snapshot
+            else describe_value(snapshot),
+            why="servers go back to the values that they themselves had",
+            fix="snapshot = coordinator.snapshot(); dj.checkpoint takes values from one strategy "
+            "to another",
+        )
     )

@@ -1,18 +1,20 @@
-"""Engine: runs closures and holds the servers."""
+"""The contracts: what runs closures and holds the servers, and a strategy that has both."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from distjax.placement.topology import Topology
-from distjax.servers.plan import Plan
-from distjax.servers.remote_array import Argument
-from distjax.servers.server_contract import ParameterServer
+from distjax.servers.elements import Argument, Elements, NumberedElements
+from distjax.servers.plan import StepPlan
+from distjax.servers.server import ParameterServer
+from distjax.typing import PyTree
 
 
 class WorkerDied(Exception):
@@ -43,7 +45,7 @@ class Task:
 
     closure: int
     attempt: int
-    plan: Plan
+    plan: StepPlan
     arrays: Sequence[Argument]
     require_wanted: Callable[[], None]
 
@@ -116,12 +118,12 @@ class Engine(Protocol):
         """
         ...
 
-    def admit(self, plan: Plan) -> None:
+    def admit(self, plan: StepPlan) -> None:
         """Raises if workers or servers cannot run a plan; called before queueing."""
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-        """Returns the dataset ``make()``, made in the worker's process."""
-        return make()
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
+        """Returns the elements of the dataset ``make()``, made in the worker's process."""
+        return Elements(make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         """Returns whether a worker is ready to run closures; waits for it while it is wanted."""
@@ -137,3 +139,30 @@ class Engine(Protocol):
     def pid_of(self, worker: int) -> int | None:
         """Returns the pid of a worker's process, or None if it has none yet."""
         return os.getpid()
+
+
+@runtime_checkable
+class ServerStrategy(Protocol):
+    """A strategy with workers and servers.
+
+    Attributes:
+      engine: runs workers and servers.
+    """
+
+    engine: Engine
+
+    @property
+    def num_workers(self) -> int:
+        """The initial number of workers."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of each worker."""
+        ...
+
+    def cut_step(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
+        """Returns the plan of a step, traced the first time, and its flat arguments."""
+        ...

@@ -12,9 +12,28 @@ import jax
 from distjax.data.input_context import InputContext
 from distjax.errors import describe_value, message
 from distjax.placement.host_values import without_alias
-from distjax.servers.in_process import refuse_pickle
-from distjax.servers.streams import DataEnded, Position, Stream
+from distjax.servers.elements import Cursor, DataEnded, Elements, NumberedElements, Position
 from distjax.typing import PyTree
+
+
+def refuse_pickle(value: object, fix: str) -> NoReturn:
+    """Refuses to pickle an object that is tied to workers and closures of this process.
+
+    Args:
+      value: the object.
+      fix: what to do instead.
+
+    Raises:
+      TypeError: always.
+    """
+    raise TypeError(
+        message(
+            f"{value!r} needs to stay in its process",
+            got=f"pickle of a {type(value).__name__}, or of what holds one",
+            why="workers, closures and what they draw belong to this process",
+            fix=fix,
+        )
+    )
 
 
 class PerWorkerValues:
@@ -78,13 +97,13 @@ class PerWorkerIterator:
     closure. `next` on it returns one element of every worker, as `PerWorkerValues`.
     """
 
-    def __init__(self, streams: dict[int, Stream]):
-        self._streams = streams
+    def __init__(self, cursors: dict[int, Cursor]):
+        self._cursors = cursors
 
     @property
-    def values(self) -> tuple[Stream, ...]:
-        """The stream of each worker; the same one for all if the dataset is shared."""
-        return tuple(self._streams.values())
+    def values(self) -> tuple[Cursor, ...]:
+        """The cursor of each worker; the same one for all if the dataset is shared."""
+        return tuple(self._cursors.values())
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -92,7 +111,7 @@ class PerWorkerIterator:
     def __next__(self) -> PerWorkerValues:
         elements: dict[int, Any] = {}
         try:
-            for worker in self._streams:
+            for worker in self._cursors:
                 elements[worker] = self.draw(worker)
         except BaseException as error:
             for worker, element in reversed(elements.items()):
@@ -103,40 +122,40 @@ class PerWorkerIterator:
         return PerWorkerValues.of_workers(elements)
 
     def __repr__(self) -> str:
-        return f"PerWorkerIterator(num_workers={len(self._streams)})"
+        return f"PerWorkerIterator(num_workers={len(self._cursors)})"
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "coordinator.snapshot() keeps its position; or pickle its elements")
 
     def draw(self, worker: int) -> Any:
         """Returns a worker's next element, to be used by a closure."""
-        return self._stream_of(worker).draw()
+        return self._cursor_of(worker).draw()
 
     def peek(self, worker: int) -> Any:
         """Returns the element that `draw` would return."""
-        return self._stream_of(worker).peek()
+        return self._cursor_of(worker).peek()
 
-    def _stream_of(self, worker: int) -> Stream:
-        if worker not in self._streams:  # it was added after the iteration had begun
+    def _cursor_of(self, worker: int) -> Cursor:
+        if worker not in self._cursors:  # it was added after the iteration had begun
             raise DataEnded
-        return self._streams[worker]
+        return self._cursors[worker]
 
     def give_back(self, worker: int, value: PyTree) -> None:
         """Makes an element the worker's next one again."""
-        self._streams[worker].give_back(value)
+        self._cursors[worker].give_back(value)
 
     def positions(self) -> list[Position]:
-        """Returns the position of each stream."""
-        return [stream.position() for stream in dict.fromkeys(self._streams.values())]
+        """Returns the position of each cursor."""
+        return [cursor.position() for cursor in dict.fromkeys(self._cursors.values())]
 
     def restore(self, positions: Sequence[Position]) -> None:
-        """Restores each stream to its position."""
-        for stream, position in zip(dict.fromkeys(self._streams.values()), positions, strict=True):
-            stream.restore(position)
+        """Restores each cursor to its position."""
+        for cursor, position in zip(dict.fromkeys(self._cursors.values()), positions, strict=True):
+            cursor.restore(position)
 
 
 #: See `Engine.open_data`.
-OpenData = Callable[[int, Callable[[], Iterable[Any]]], Iterable[Any]]
+OpenData = Callable[[int, Callable[[], Iterable[Any]]], NumberedElements]
 
 
 class PerWorkerDataset:
@@ -149,8 +168,8 @@ class PerWorkerDataset:
         go to whichever worker asks next.
       workers: returns the ids of the current workers.
       num_replicas: how many replicas each worker has.
-      open_data: (worker, make) -> dataset, called when a worker needs its first element: makes
-        the dataset where it is drawn. None: it is made here, when an iteration begins.
+      open_data: (worker, make) -> elements, where the worker is; they are made when it needs the
+        first one. None: the dataset is made here, when an iteration begins.
       iterators: to which each new iterator is added.
     """
 
@@ -181,19 +200,15 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
         if isinstance(source, Iterable):
-            streams = dict.fromkeys(workers, Stream(lambda: source))
+            cursors = dict.fromkeys(workers, Cursor(_opened(lambda: source)))
         else:
-            count = len(workers)
-            contexts = (InputContext(count, i, self._num_replicas) for i in range(count))
-            makers = [functools.partial(source, context) for context in contexts]
-            if self._open_data is not None:
-                pairs = zip(workers, makers, strict=True)
-                makers = [functools.partial(self._open_data, *pair) for pair in pairs]
-            streams = dict(zip(workers, map(Stream, makers), strict=True))
-        if self._open_data is None:
-            for stream in streams.values():
-                stream.open()
-        iterator = PerWorkerIterator(streams)
+            cursors: dict[int, Cursor] = {}
+            for number, worker in enumerate(workers):
+                context = InputContext(len(workers), number, self._num_replicas)
+                make = functools.partial(source, context)
+                opens = self._open_data
+                cursors[worker] = Cursor(_opened(make) if opens is None else opens(worker, make))
+        iterator = PerWorkerIterator(cursors)
         self._iterators.add(iterator)
         return iterator
 
@@ -205,6 +220,12 @@ def _values_text(count: int, workers: Sequence[int]) -> str:
         why="a value without a worker would be dropped, and a worker without a value stay idle",
         fix=f"dj.PerWorkerValues([value_of(worker) for worker in {list(workers)}])",
     )
+
+
+def _opened(make: Callable[[], Iterable[Any]]) -> Elements:
+    elements = Elements(make)
+    elements.open()
+    return elements
 
 
 def require_source(fn_or_dataset: object, at: str) -> None:

@@ -1,16 +1,14 @@
-"""Plan: a step, cut into programs for workers and for servers."""
+"""StepPlan: a step, cut into programs for workers and for servers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from distjax.jax_compat import ShapedArray
-from distjax.objects.reached import Reached
 from distjax.variables.storage import StoredArray
 
 
@@ -68,7 +66,7 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """A cut step: programs that read and fill numbered slots on the worker.
 
     Attributes:
@@ -95,46 +93,12 @@ class Plan:
     varying: frozenset[int] = frozenset()
     argument_names: tuple[str, ...] = ()
 
-    @functools.cached_property
-    def pulled_once(self) -> frozenset[str]:
-        """The keys whose pulled values only the program of the first stage uses.
-
-        Being a result is not a use: an attempt returns copies.
-        """
-        used = {slot for stage in self.stages[1:] for slot in stage.operands}
-        used.update(x for stage in self.stages for push in stage.pushes for x in push.operands)
-        return frozenset(key for slot, key in self.pulls if slot not in used)
-
 
 def writes(stage: Stage) -> bool:
     """Returns whether any push of a stage writes."""
     return any(push.writes for push in stage.pushes)
 
 
-def count_writes(plan: Plan) -> int:
+def count_writes(plan: StepPlan) -> int:
     """Returns the number of stages that write."""
     return sum(map(writes, plan.stages))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Cuts:
-    """What one function was cut into.
-
-    Attributes:
-      confirm_reused: called when the same function comes again: it is not made anew for each call.
-      reached: the objects that the function used, and how it came to them.
-      plans: by signature.
-      by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
-        arguments whose leaves are all arrays and numbers.
-    """
-
-    confirm_reused: Callable[[], None]
-    reached: Reached = dataclasses.field(default_factory=Reached)
-    plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
-    by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Forgets everything: the function would reach other objects now."""
-        self.plans.clear()
-        self.by_kinds.clear()
-        self.reached.forget()

@@ -1,4 +1,8 @@
-"""Programs: runs the programs of plans, each jitted once per variant."""
+"""Runs the programs of plans: each jitted once per variant, compiled before a worker pulls.
+
+A worker that pulled and then compiled for seconds would push gradients, and whole values, of a
+snapshot that others have replaced hundreds of times.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jec
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
-from distjax.servers.plan import Program
+from distjax.jax_compat import ShapedArray
+from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
+from distjax.servers.elements import Argument, RemoteArray
+from distjax.servers.plan import Program, Stage, StepPlan
 
 #: Where results and the token are placed: all on one device, or each over several.
 OutShardings: TypeAlias = Sharding | tuple[Sharding, ...]
@@ -97,7 +105,7 @@ class Programs:
         donated: tuple[int, ...],
         outs: OutShardings | None,
     ) -> Any:
-        if _raises_for_values():  # only after running, when donated arrays would be gone
+        if raises_for_values():  # only after running, when donated arrays would be gone
             donated = ()
         found = self._jitted.get(program, {}).get((donated, outs))
         if found is not None:
@@ -131,7 +139,8 @@ def _make(
     return jitted, False
 
 
-def _raises_for_values() -> bool:
+def raises_for_values() -> bool:
+    """Returns whether JAX raises an error if a result of a program is NaN or infinite."""
     config: Any = jax.config  # these two are thread-local; pyright does not see them
     return config.jax_debug_nans or config.jax_debug_infs
 
@@ -143,3 +152,96 @@ def _calls_back(jaxpr: jec.Jaxpr) -> bool:
         or any(map(_calls_back, jax_compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
+
+
+# -- the arrays of a plan on a worker's devices -------------------------------
+
+
+def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:
+    """Returns the arrays committed to `where`, so that a program's results stay there too.
+
+    Numpy arrays are returned as they are: the program moves them to its other arguments.
+
+    Args:
+      arrays: from anywhere.
+      where: a device, or a sharding over several.
+    """
+    return [_place(x, where) for x in arrays]  # type: ignore[misc]
+
+
+def _place(array: Argument, where: jax.Device | Sharding) -> jax.Array | np.ndarray:
+    if isinstance(array, RemoteArray):
+        return np.asarray(array)
+    if isinstance(array, np.ndarray) or (array.committed and array.device == where):
+        return array
+    return transfer(array, where if isinstance(where, Sharding) else SingleDeviceSharding(where))
+
+
+def as_view(value: jax.Array) -> jax.Array | np.ndarray:
+    """Returns a value's own memory, if numpy can view it; else a copy.
+
+    `np.asarray` would be cached in the value, which could then never be donated again.
+    """
+    is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
+    (device,) = value.devices()
+    if not is_plain or device.platform != "cpu":
+        return jnp.array(value, copy=True)
+    memory: Any = value  # its type is unknown to numpy
+    return np.from_dlpack(memory)
+
+
+def struct_of(aval: ShapedArray, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    """Returns what stands for an array in a compilation."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def sharding_of(slot: int, plan: StepPlan, home: Topology) -> Sharding:
+    """Returns the sharding with which a worker holds a slot of a plan."""
+    return home.per_replica if slot in plan.varying else home.mirrored
+
+
+def outs_of(stage: Stage, plan: StepPlan, home: Topology) -> tuple[Sharding, ...]:
+    """Returns the shardings of the results, and of the token, of a stage's program."""
+    return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)
+
+
+# -- which plans are compiled -------------------------------------------------
+
+
+class CompiledPlans:
+    """Which plans have their programs compiled, and for which signatures."""
+
+    def __init__(self) -> None:
+        self._plans = weakref.WeakKeyDictionary[StepPlan, dict[Hashable, _Once]]()
+        self._adding = threading.Lock()
+
+    def compile_once(
+        self, plan: StepPlan, signature: Hashable, compile_programs: Callable[[], None]
+    ) -> None:
+        """Calls `compile_programs`, unless it was called before for this plan and signature.
+
+        Workers that share devices wait for the one that compiles.
+
+        Args:
+          plan: a plan.
+          signature: what its programs depend on besides the plan.
+          compile_programs: compiles them.
+        """
+        found = self._plans.get(plan, {}).get(signature)
+        if found is None:
+            with self._adding:
+                found = self._plans.setdefault(plan, {}).setdefault(signature, _Once())
+        found.do(compile_programs)
+
+
+class _Once:
+    def __init__(self) -> None:
+        self._is_done, self._doing = False, threading.Lock()
+
+    def do(self, act: Callable[[], None]) -> None:
+        if self._is_done:
+            return
+        with self._doing:
+            if not self._is_done:
+                act()
+                self._is_done = True

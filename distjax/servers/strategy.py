@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from distjax import user_mesh
+from distjax.context import frames
+from distjax.context.contracts import Destinations
 from distjax.errors import describe_value, message
 from distjax.integers import is_int, require_int
+from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import (
     REPLICA_AXIS,
     Topology,
@@ -19,20 +26,146 @@ from distjax.placement.topology import (
     mesh_topology,
     one_device_topology,
 )
+from distjax.replica.call_checks import require_call
+from distjax.servers.calls import run_step
 from distjax.servers.cutting.description import CutDescription, describe_plan
-from distjax.servers.cutting.trace import cut_step
-from distjax.servers.engine import Engine
-from distjax.servers.extended import ParameterServerExtended
-from distjax.servers.lowering import lower_parts
-from distjax.servers.plan import Plan
-from distjax.servers.server_contract import ParameterServer
-from distjax.servers.submitting import run_step
+from distjax.servers.cutting.plans import Cutter
+from distjax.servers.engine import Engine, ServerStrategy
+from distjax.servers.plan import StepPlan
+from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
+from distjax.servers.server import ParameterServer
+from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
 from distjax.servers.threads import ThreadEngine
+from distjax.servers.worker_threads import board_of
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription
-from distjax.typing import PyTree
+from distjax.typing import PositionalArgs, PyTree, VariableModes
+from distjax.variables.construct import make_variable
 from distjax.variables.partitioners import Partitioner, require_partitioner
+from distjax.variables.policy import policy_at_servers
+from distjax.variables.storage import StoredArray
+from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable import Variable
+
+
+class ParameterServerExtended(StrategyExtended):
+    """The `extended` of a `ParameterServerStrategy`.
+
+    Args:
+      topology: the replicas of a worker, all on the device where the user's process gets values.
+      engine: runs workers and servers.
+      num_servers: how many servers there are.
+      partitioner: says into how many shards a variable is split; None: none is split.
+      cut: "least_bytes" or "arguments".
+      run_closure: runs a function with its arguments as one closure, and waits for its result.
+
+    Attributes:
+      engine: as given.
+      cutter: cuts steps.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        engine: Engine,
+        num_servers: int,
+        partitioner: Partitioner | None,
+        cut: str,
+        run_closure: Callable[[Callable[..., Any], PositionalArgs, dict[str, Any]], Any],
+    ):
+        (device,) = topology.devices
+        self.at_servers = ServerPlacement(num_servers, device, partitioner)
+        self._device = device
+        super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
+        self.engine = engine
+        self.run_closure = run_closure
+        self.cutter = Cutter(topology, num_servers, cut, lambda: self.strategy)
+        self._numbers = itertools.count()
+
+    @property
+    def servers(self) -> Sequence[ParameterServer]:
+        """The servers."""
+        return self.engine.servers
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs ``fn`` as one closure, and waits for it."""
+        args, kwargs = require_call(fn, args, kwargs, "run")
+        frames.require_enterable(self.strategy, "run")
+        state = frames.current().state
+        if state is not None:
+            return run_here(self.strategy, fn, args, kwargs, state)
+        return self.run_closure(fn, args, kwargs)
+
+    def pause_writers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no closure runs."""
+        strategy: object = self.strategy
+        assert isinstance(strategy, ServerStrategy), "this is the inside of one"
+        return board_of(strategy).paused()
+
+    # -- variables ------------------------------------------------------------
+
+    @user_mesh.ignores_user_mesh
+    def create_variable(
+        self, initial_value: PyTree, *, name: str, modes: VariableModes, **options: Any
+    ) -> Variable:
+        """Makes a variable at a server (called by `Variable`)."""
+        _require_modes(modes, name)
+        variable = make_variable(
+            self.strategy,
+            self.placement,
+            initial_value,
+            name=name,
+            modes=modes,
+            find_policy=functools.partial(policy_at_servers, num_replicas=self.num_replicas),
+            **options,
+        )
+        self.variables.add(variable)
+        return variable
+
+    def make_storage(self, variable: StoredVariable) -> StoredArray:
+        """Returns what reads and writes the variable's value where it lives."""
+        parts = make_parts(variable, next(self._numbers))
+        return ServerStorage(
+            variable.name, self.variable_lock, parts, self.servers, self.at_servers, self._device
+        )
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
+        """Places new variables at a variable's server; for `non_slot_devices`, at every server."""
+        with super().colocate_vars_with(colocate_with_variable):
+            if isinstance(colocate_with_variable, Variable):
+                yield
+                return
+            frame = dataclasses.replace(
+                frames.current(), colocate_with=self.at_servers.at_every_server
+            )
+            with frames.with_block(frame):
+                yield
+
+
+def _require_modes(modes: VariableModes, name: str) -> None:
+    """Raises a ValueError for a variable that would need a component per worker."""
+    synchronization, aggregation = modes
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    if not is_on_read or aggregation is VariableAggregation.SUM:
+        return
+    raise ValueError(
+        message(
+            f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
+            got=f"ON_READ + {aggregation.name}",
+            why="workers come and go: there is one value, to which each adds what it has",
+            fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
+            "one value that every worker may set",
+        )
+    )
+
 
 CUTS = ("least_bytes", "arguments")
 
@@ -120,10 +253,13 @@ class ParameterServerStrategy(Strategy):
         return self.engine.servers
 
     def cut_step(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
         """Returns the plan of a step, and its flat arguments; traces it the first time."""
-        return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
+        return self.extended.cutter.cut(fn, args, None if kwargs is None else dict(kwargs))
 
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
@@ -137,7 +273,7 @@ class ParameterServerStrategy(Strategy):
     ) -> list[jax.stages.Lowered]:
         """Returns the programs that a worker with several devices runs, lowered for worker 0."""
         plan, _ = self.cut_step(fn, args, kwargs)
-        return lower_parts(plan, self._homes[0])
+        return _lower_parts(plan, self._homes[0])
 
     def describe(self) -> StrategyDescription:
         """Returns a table of each worker's devices, and each variable's location and bytes.
@@ -162,6 +298,20 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
+
+
+@user_mesh.ignores_user_mesh
+def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
+    """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
+    programs, lowered = Programs(), []
+    for stage in plan.stages if home.mesh is not None else ():
+        operands = [
+            struct_of(aval, sharding_of(slot, plan, home))
+            for slot, aval in zip(stage.operands, stage.program.avals, strict=True)
+        ]
+        traced = programs.trace(stage.program, operands, outs=outs_of(stage, plan, home))
+        lowered.append(traced.lower())
+    return lowered
 
 
 def _as_engine(engine: Engine | str) -> Engine:

@@ -16,15 +16,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
-from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
-from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
-from distjax.servers.placing import struct_of
 from distjax.servers.plan import Push, count_writes
-from distjax.servers.programs import Given, Programs
-from distjax.servers.store import Server
+from distjax.servers.programs import CompiledPlans, Given, Programs, struct_of
+from distjax.servers.server import Answer, Server
 
 #: (point, worker, closure): called at the points of a possible failure; may raise one.
 Fault = Callable[[str, int, int], None]
@@ -75,11 +72,11 @@ class ThreadEngine(Engine):
         home = self._homes[worker % len(self._homes)]
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
-        near = _NearServers(self._servers, home, task, ask)
+        near = _NearServers(self._servers, home, ask)
         with jax.default_device(home.devices[0]):
             attempt = Attempt(task, near, self._programs, home)
             attempt.compile(self._compiled)
-            with admitted(self._gate, task.closure, count_writes(task.plan)), near:
+            with admitted(self._gate, task.closure, count_writes(task.plan)):
                 self._run_stages(attempt, task, ask)
         versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
         return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
@@ -108,41 +105,32 @@ class ThreadEngine(Engine):
 
 
 class _NearServers:
-    """The servers, as a worker in the same process sees them; a context around one attempt."""
+    """The servers, as a worker in the same process sees them."""
 
-    def __init__(
-        self, servers: Sequence[Server], home: Topology, task: Task, ask: Callable[[str], None]
-    ):
+    def __init__(self, servers: Sequence[Server], home: Topology, ask: Callable[[str], None]):
         self._servers, self._home, self._ask = servers, home, ask
-        self._attempt, self._pulled_once = (task.closure, task.attempt), task.plan.pulled_once
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        for server in self._servers:
-            server.end_attempt(self._attempt)
 
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return struct_of(aval, sharding)
 
+    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        for number, keys in wanted.items():
+            self._servers[number].compile_pull(keys, self._home)
+
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
         server = self._servers[push.server]
-        pulled = [key for _, key in task.plan.pulls if task.plan.owners[key] == push.server]
         sharding = SingleDeviceSharding(server.device)
         avals = push.program.avals[len(push.takes) :]
         forms = [
             x if isinstance(x, np.ndarray) else self.arrives_as(aval, sharding)
             for x, aval in zip(operands, avals, strict=True)
         ]
-        names = push.takes, push.writes
-        server.compile(push.program, *names, forms, self._home, pulled, self._pulled_once)
+        server.compile(push.program, push.takes, push.writes, forms)
 
     def pull(
         self, wanted: Mapping[int, Sequence[str]]
     ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
-        how = self._home, self._attempt, self._pulled_once
-        return {k: self._servers[k].read(keys, *how) for k, keys in wanted.items()}
+        return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}
 
     def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
         task.require_wanted()

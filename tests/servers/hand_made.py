@@ -6,7 +6,7 @@ import numpy as np
 
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.plan import Plan, Program, Push, Stage
+from distjax.servers.plan import Program, Push, Stage, StepPlan
 from distjax.servers.threads import ThreadEngine
 
 
@@ -51,14 +51,14 @@ def counter(server=0):
     send = Program("send", lambda x: (x,), numbers(1))
     push = Push(server, (1,), ("total",), ("total",), (2,), add)
     stage = Stage((0,), (1,), send, (push,))
-    return Step(Plan("add", (0,), (), (stage,), (2,), lambda r: r[0], {"total": server}))
+    return Step(StepPlan("add", (0,), (), (stage,), (2,), lambda r: r[0], {"total": server}))
 
 
 def read_total():
     """Returns the total."""
     twice = Program("twice", lambda total: (total * 1,), numbers(1))
     stage = Stage((0,), (1,), twice, ())
-    return Step(Plan("read", (), ((0, "total"),), (stage,), (1,), lambda r: r[0], {"total": 0}))
+    return Step(StepPlan("read", (), ((0, "total"),), (stage,), (1,), lambda r: r[0], {"total": 0}))
 
 
 def two_counters():
@@ -67,7 +67,7 @@ def two_counters():
     double = Program("double", lambda x: (x, 2 * x), numbers(1))
     pushes = (Push(0, (1,), ("a",), ("a",), (), add), Push(1, (2,), ("b",), ("b",), (), add))
     stage = Stage((0,), (1, 2), double, pushes)
-    return Step(Plan("both", (0,), (), (stage,), (), lambda r: None, {"a": 0, "b": 1}))
+    return Step(StepPlan("both", (0,), (), (stage,), (), lambda r: None, {"a": 0, "b": 1}))
 
 
 def two_stages(last_key="b", dtype=np.float32):
@@ -78,7 +78,7 @@ def two_stages(last_key="b", dtype=np.float32):
     second = Stage((2,), (3,), send, (Push(0, (3,), (last_key,), (last_key,), (4,), add),))
     last = Stage((4,), (5,), Program("ten", lambda b: (10 * b,), numbers(1, dtype)), ())
     return Step(
-        Plan(
+        StepPlan(
             "chain",
             (0,),
             (),
@@ -105,4 +105,4 @@ def sgd(num_servers):
         (0, *(slot for slot, _ in pulls)), grads, Program("grad", gradient, avals), pushes
     )
     owners = {f"w{i}": i for i in range(num_servers)}
-    return Step(Plan("sgd", (0,), pulls, (stage,), (grads[0],), lambda r: r[0], owners))
+    return Step(StepPlan("sgd", (0,), pulls, (stage,), (grads[0],), lambda r: r[0], owners))

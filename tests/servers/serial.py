@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 from distjax.servers import Engine, ParameterServerStrategy
-from distjax.servers.cutting.trace import cut_step
 
 
 class SerialServer:
@@ -49,7 +48,7 @@ class SerialStrategy(ParameterServerStrategy):
         self.extended.run_closure = self.run_closure
 
     def run_closure(self, fn, args, kwargs):
-        plan, flat = cut_step(self, fn, args, kwargs)
+        plan, flat = self.cut_step(fn, args, kwargs)
         return plan.rebuild(self.engine.run(plan, flat))
 
 

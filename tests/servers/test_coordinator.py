@@ -13,11 +13,11 @@ import pytest
 import distjax as dj
 from distjax.errors import ClosureError, EndOfDataError, ServerLostError
 from distjax.servers import coordinator as coordinator_module
+from distjax.servers.calls import run_step
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerValues
-from distjax.servers.store import ServerDied
-from distjax.servers.submitting import run_step
+from distjax.servers.server import ServerDied
 from tests.faults.four_parts import is_explained
 from tests.servers.faults import run_with_faults
 from tests.servers.hand_made import HandMade, counter, read_total, two_counters, two_stages
@@ -647,7 +647,7 @@ def test_a_restore_needs_data_as_long_as_before():
         for _ in range(2):
             coordinator.schedule(counter(), (iterator,)).get()
         coordinator.snapshot()
-        with pytest.raises(ValueError, match="^restore needs a per-worker dataset of at least 2"):
+        with pytest.raises(ValueError, match="^per-worker data needs a dataset of at least 2"):
             coordinator.restore()
 
 
@@ -759,7 +759,7 @@ def test_a_dropped_coordinator_ends_its_threads():
     strategy = make()
     coordinator = Coordinator(strategy)
     coordinator.schedule(counter(), one(1)).get()
-    threads = list(coordinator._crew._threads.values())
+    threads = list(coordinator._workers._threads.values())
     gone = weakref.ref(coordinator)
     del coordinator
     gc.collect()
@@ -834,7 +834,7 @@ def test_a_worker_that_cannot_be_released_has_ended_all_the_same(monkeypatch):
     closing.start()
     closing.join(20)
     assert not closing.is_alive()
-    for thread in coordinator._crew._threads.values():
+    for thread in coordinator._workers._threads.values():
         thread.join()  # its exception is of this test
 
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.servers.cutting.trace import cut_step
 from distjax.servers.plan import count_writes
 from tests.servers.serial import SerialStrategy
 
@@ -88,7 +87,7 @@ def test_writes_are_merges_and_what_follows_is_another_stage():
         return v1.value / v2.value
 
     assert float(strategy.run(step)) == 0.125  # as TensorFlow's documents have it
-    plan, flat = cut_step(strategy, step)
+    plan, flat = strategy.cut_step(step)
     assert flat == []
     first, second = plan.stages
     assert [push.server for push in first.pushes] == [0, 1]
@@ -108,7 +107,7 @@ def test_two_dependent_merges_are_two_round_trips():
 
     found = [float(strategy.run(step, args=(2.0,))) for _ in range(3)]
     assert found == [3.0, 7.0, 13.0]
-    assert [len(s.pushes) for s in cut_step(strategy, step, (2.0,))[0].stages] == [1, 1, 0]
+    assert [len(s.pushes) for s in strategy.cut_step(step, (2.0,))[0].stages] == [1, 1, 0]
 
 
 def test_an_argument_is_the_snapshot_and_a_read_in_the_merge_is_now():
@@ -122,7 +121,7 @@ def test_an_argument_is_the_snapshot_and_a_read_in_the_merge_is_now():
 
         dj.get_replica_context().merge_call(merge, args=(jnp.sin(x * w.value), w.value))
 
-    plan, flat = cut_step(strategy, compensated, (jnp.float32(3.0),))
+    plan, flat = strategy.cut_step(compensated, (jnp.float32(3.0),))
     slots = dict(zip(plan.arguments, flat, strict=True))
     (pull,) = plan.pulls
     slots[pull[0]] = w.value
@@ -216,7 +215,7 @@ def test_a_step_that_writes_nothing_is_read_only_and_pulls_what_it_reads():
 
     loss, number = strategy.run(evaluate, args=(2.0,))
     assert (float(loss), int(number)) == (6.0, 0)
-    plan, _ = cut_step(strategy, evaluate, (2.0,))
+    plan, _ = strategy.cut_step(evaluate, (2.0,))
     assert count_writes(plan) == 0 and len(plan.pulls) == 1 and list(plan.owners.values()) == [0]
 
 

@@ -12,10 +12,10 @@ from jax import lax
 
 import distjax as dj
 from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt
 from distjax.servers.engine import Task, WorkerDied
 from distjax.servers.programs import Programs
+from distjax.servers.server import Answer
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
 from tests.servers.serial import SerialStrategy

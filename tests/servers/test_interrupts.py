@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers import crew
+from distjax.servers import worker_threads
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.server_contract import add_totals
+from distjax.servers.server import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -145,7 +145,7 @@ def test_totals_can_be_read_while_pushes_are_counted():
     def read():
         while not stop.is_set():
             try:
-                add_totals([server])
+                add_totals([server.report().totals])
             except RuntimeError as error:
                 errors.append(error)
                 return
@@ -169,8 +169,8 @@ def test_workers_have_time_to_end_when_the_process_does(monkeypatch):
         def wait(self, timeout):
             waited.append(timeout)
 
-    monkeypatch.setattr(crew, "_crews", [Live()])
-    crew.end_all(-1)  # in a forked child, which has none of the threads
+    monkeypatch.setattr(worker_threads, "_alive", [Live()])
+    worker_threads.end_all(-1)  # in a forked child, which has none of the threads
     assert not waited
-    crew.end_all(os.getpid())
+    worker_threads.end_all(os.getpid())
     assert waited[0] >= 60  # a program that runs when the interpreter is gone aborts the process

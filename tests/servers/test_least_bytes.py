@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import distjax as dj
 from distjax.jax_compat import Literal
-from distjax.servers.cutting import assembly
+from distjax.servers.cutting import plans
 from distjax.servers.cutting.least_bytes import equations_at_worker, opened
-from distjax.servers.cutting.owners import results_by_server
-from distjax.servers.cutting.trace import cut_step
+from distjax.servers.cutting.update import results_by_server
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same, train
 
@@ -98,7 +97,7 @@ def test_what_is_assigned_is_not_the_workers_array():
         w.assign(x)
         return v.value
 
-    plan, _ = cut_step(strategy, step, (jnp.ones(8),))
+    plan, _ = strategy.cut_step(step, (jnp.ones(8),))
     (push,) = plan.stages[0].pushes
     outs = push.program.fn.jaxpr.outvars
     assert len(set(outs)) == len(outs) and not set(outs) & set(push.program.fn.jaxpr.invars)
@@ -171,12 +170,12 @@ def test_no_other_split_sends_fewer_bytes(steps):
         for i, v in enumerate(variables):
             v.assign_add(shaped(values[-1 - i]) * (v.value if i else 1.0))
 
-    seen, cut = [], assembly.move_to_worker
+    seen, cut = [], plans.move_to_worker
     step = lambda *args: dj.get_replica_context().merge_call(merge, args=args)
     with pytest.MonkeyPatch.context() as patch:
         watched = lambda update, n: seen.append(update) or cut(update, n)
-        patch.setattr(assembly, "move_to_worker", watched)
-        cut_step(strategy, step, (jnp.ones((4, 3)), jnp.ones(3)))
+        patch.setattr(plans, "move_to_worker", watched)
+        strategy.cut_step(step, (jnp.ones((4, 3)), jnp.ones(3)))
     (update,) = map(opened, seen)
     chosen = cost_of(update, equations_at_worker(update, 2), 2)
     assert chosen == min(cost_of(update, split, 2) for split in all_splits(update))

@@ -11,7 +11,6 @@ from jax.experimental import io_callback
 
 import distjax as dj
 from distjax.servers import ParameterServerStrategy
-from distjax.servers.cutting.trace import cut_step
 from tests.faults.four_parts import is_explained
 from tests.servers.serial import SerialEngine, SerialStrategy
 
@@ -178,12 +177,12 @@ def test_steps_that_are_not_one_replica_s(ps, v):
     kind = dj.errors.StrategyMismatchError
     rows = dj.VirtualStrategy(2).per_replica(jnp.ones((2, 3)))
     text = "needs one value per argument"
-    assert_refused(kind, text, cut_step, ps, lambda x: x, (rows,))
+    assert_refused(kind, text, ps.cut_step, lambda x: x, (rows,))
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     text = "needs parameters that are variables at the servers"
-    assert_refused(kind, text, cut_step, ps, lambda m: m(v.value), (model,))
-    trace = lambda: jax.jit(lambda x: cut_step(ps, lambda x: x, (x,)))(1.0)
+    assert_refused(kind, text, ps.cut_step, lambda m: m(v.value), (model,))
+    trace = lambda: jax.jit(lambda x: ps.cut_step(lambda x: x, (x,)))(1.0)
     assert_refused(dj.errors.ContextError, "needs to be scheduled outside of traces", trace)
 
 

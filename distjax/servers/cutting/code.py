@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import inner_traces, jax_compat
+from distjax.errors import message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.replica.analysis import CALLS
 from distjax.servers.plan import Program
+from distjax.servers.storage import num_bytes
 
 #: Primitives that place a value. They are dropped: a program runs wherever its worker or server is.
 PLACEMENTS = frozenset(("device_put", "sharding_constraint"))
@@ -216,3 +218,34 @@ def off_devices(array: object) -> Any:
 
 
 NOTHING_RUN = NamedCode(trace_code(lambda: [], ()), (), ())
+
+
+# -- how much programs may close over -----------------------------------------
+
+
+#: How many bytes of arrays the programs of one step may close over.
+MOST_BYTES = 16 << 20
+
+
+def require_small(name: str, codes: Iterable[Code]) -> None:
+    """Raises a ValueError if the programs of a step hold large arrays.
+
+    Args:
+      name: the user's name of the step.
+      codes: its programs.
+    """
+    held = {id(c): c for code in codes for c in code.consts}
+    arrays: list[Any] = sorted(held.values(), key=num_bytes, reverse=True)
+    total = sum(map(num_bytes, arrays))
+    if total <= MOST_BYTES:
+        return
+    largest = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays[:3])
+    raise ValueError(
+        message(
+            f"{name} needs to close over at most {MOST_BYTES >> 20} MiB of arrays",
+            got=f"{total / (1 << 20):.1f} MiB, the largest {largest}",
+            why="they are constants of its programs, which every worker and server is sent",
+            fix="pass them as arguments, or make them variables: with strategy.scope(): "
+            "table = dj.Variable(table)",
+        )
+    )

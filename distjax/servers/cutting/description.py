@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, Literal, Var
 from distjax.servers.cutting.code import Code, aval_of_atom
-from distjax.servers.cutting.sizes import num_bytes
-from distjax.servers.plan import Plan, Program, Push, Stage
-from distjax.servers.server_storage import Part, parts_of
+from distjax.servers.plan import Program, Push, Stage, StepPlan
+from distjax.servers.storage import Part, num_bytes, parts_of
 from distjax.tables import Table, format_bytes
 from distjax.variables.variable import Variable
 
@@ -103,7 +102,7 @@ def _few(part: CutPart) -> str:
     return ", ".join(part.operations[:6]) + (f" and {more} more" if more > 0 else "")
 
 
-def describe_plan(plan: Plan, variables: Sequence[Variable]) -> CutDescription:
+def describe_plan(plan: StepPlan, variables: Sequence[Variable]) -> CutDescription:
     """Returns the description of a plan.
 
     Args:
@@ -122,7 +121,7 @@ def describe_plan(plan: Plan, variables: Sequence[Variable]) -> CutDescription:
     )
 
 
-def _slot_sizes(plan: Plan) -> dict[int, int]:
+def _slot_sizes(plan: StepPlan) -> dict[int, int]:
     """Returns the bytes of the slots that programs take or fill."""
     sizes: dict[int, int] = {}
     for stage in plan.stages:
@@ -171,7 +170,7 @@ def _code_of(program: Program) -> Code:
     return program.fn
 
 
-def _describe_part(part: Part, plan: Plan) -> CutVariable:
+def _describe_part(part: Part, plan: StepPlan) -> CutVariable:
     key = part.key
     pushes: list[Push] = [push for stage in plan.stages for push in stage.pushes]
     uses = {

@@ -18,9 +18,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from distjax.jax_compat import Literal, Var
 from distjax.servers.cutting.code import NamedCode, aval_of_atom, open_code
-from distjax.servers.cutting.owners import results_by_server
-from distjax.servers.cutting.sizes import num_bytes
-from distjax.servers.cutting.update import Update
+from distjax.servers.cutting.update import Update, results_by_server
+from distjax.servers.storage import num_bytes
 
 #: The ends of the graph, and the capacity of an edge that no cut may cross.
 WORKER, SERVERS = "worker", "servers"

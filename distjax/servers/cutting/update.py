@@ -1,20 +1,29 @@
-"""The update of a stage: its merges as one function of the variables' current values."""
+"""The update of a stage: its merges as one function, and each server's share of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from distjax.jax_compat import Literal, ShapedArray, Var
+from distjax import jax_compat
+from distjax.errors import MergeError, message
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.replica.global_value import GlobalValue
-from distjax.servers.cutting.code import Code, trace_code
-from distjax.servers.cutting.localities import Localities
+from distjax.servers.cutting.code import (
+    NOTHING_RUN,
+    Code,
+    NamedCode,
+    in_own_buffers,
+    open_code,
+    trace_code,
+)
 from distjax.servers.cutting.rows import in_shards
-from distjax.servers.cutting.staging import ServerMerge
-from distjax.servers.server_storage import Part, parts_of, sizes_of
+from distjax.servers.cutting.staging import Localities, ServerMerge
+from distjax.servers.storage import Part, parts_of, sizes_of
 from distjax.variables.variable import Variable
 
 
@@ -95,3 +104,264 @@ def _run_merge(
     env.update(zip(merge.eqn.outvars, results, strict=True))
     num_results = len(results) - len(merge.written)
     now.update(zip(merge.written, results[num_results:], strict=True))
+
+
+# -- answers that need several servers: the worker joins their shares ---------
+
+
+def join_answers(update: Update) -> tuple[Update, NamedCode]:
+    """Returns an update whose answers need one server each, and code that joins the others of them.
+
+    Args:
+      update: an update, whose answers may need several servers.
+    """
+    code = open_code(update.code)
+    homes = _Homes(update, code)
+    num_written = len(update.written)
+    outs = list(zip(update.answers, code.outputs[num_written:], strict=True))
+    joint = [(name, v) for name, v in outs if homes.are_several(v)]
+    if not joint:
+        return update, NOTHING_RUN
+    own = [pair for pair in outs if pair not in joint]
+    at_worker = [e for e in homes.eqns if not e.effects and homes.leaves_to_worker(e)]
+    asked = homes.shares_of([v for _, v in joint], at_worker)
+    operands = code.inputs[len(update.parts) :]
+    made = code.between([*asked, *operands], [v for _, v in joint], at_worker)
+    ends = [*code.outputs[:num_written], *(v for _, v in own), *asked]
+    names = (*(name for name, _ in own), *asked)
+    rest = dataclasses.replace(
+        update, code=code.between(code.inputs, ends, homes.eqns), answers=names
+    )
+    joined = NamedCode(made, (*asked, *update.operands), tuple(name for name, _ in joint))
+    return rest, joined
+
+
+class _Homes:
+    """At which servers the values of an update can be computed.
+
+    Args:
+      update: the update.
+      code: its code, opened.
+
+    Attributes:
+      eqns: the equations of the code; one with several results is split into one for each, as
+        these may have different homes.
+    """
+
+    def __init__(self, update: Update, code: Code):
+        self._homes: dict[Var, frozenset[int | None]] = {
+            v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
+        }
+        self.eqns: list[JaxprEqn] = []
+        for eqn in code.jaxpr.eqns:
+            each = [eqn]
+            if len(eqn.outvars) > 1 and not eqn.effects:
+                made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
+                each = list(dict.fromkeys(made))  # once, if it cannot be split
+            self.eqns += each
+            for one in each:
+                homes = frozenset[int | None]().union(*map(self._of, one.invars))
+                self._homes.update(dict.fromkeys(one.outvars, homes))
+
+    def _of(self, atom: Var | Literal) -> frozenset[int | None]:
+        return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
+
+    def are_several(self, atom: Var | Literal) -> bool:
+        """Returns whether a value depends on variables of several servers."""
+        return len(self._of(atom) - {None}) > 1
+
+    def leaves_to_worker(self, eqn: JaxprEqn) -> bool:
+        """Returns whether the worker may run an equation: no single server can, or none has to."""
+        out = eqn.outvars[0]
+        return self.are_several(out) or not self._of(out)
+
+    def shares_of(self, wanted: list[Any], eqns: list[JaxprEqn]) -> list[Var]:
+        """Returns the operands of `eqns` that single servers compute, if `wanted` needs them."""
+        needed, found = set(wanted), dict[Any, None]()
+        for eqn in reversed(eqns):
+            if needed.isdisjoint(eqn.outvars):
+                continue
+            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
+                if self._of(v) and not self.are_several(v):
+                    found.setdefault(v)
+                else:
+                    needed.add(v)
+        return list(found)
+
+
+def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
+    """Returns `eqn` reduced to one of its results, and to the operands which that needs."""
+    atoms = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+    alone = jax_compat.new_jaxpr(like, (), atoms, [out], [eqn])
+    return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns
+
+
+# -- shares by owner ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerShare:
+    """One server's share of an update.
+
+    Attributes:
+      server: its number.
+      code: (*takes, *operands) -> (*new values of `writes`, *answers).
+      takes: parts of variables whose values it reads or replaces.
+      writes: those that it replaces.
+      operands: names of what the worker sends it.
+      answers: names of what it sends back.
+    """
+
+    server: int
+    code: Code
+    takes: tuple[Part, ...]
+    writes: tuple[Part, ...]
+    operands: tuple[Var, ...]
+    answers: tuple[Var, ...]
+
+
+def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
+    """Returns the numbers of the results that each server computes.
+
+    A part is written where it lives; an answer is computed where the variables that it reads live.
+
+    Args:
+      update: the update.
+      num_servers: how many servers there are.
+    """
+    numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
+    for number, part in enumerate(update.written):
+        for server in numbers if part.server is None else (part.server,):
+            numbers[server].append(number)
+    for number in range(len(update.written), len(update.written) + len(update.answers)):
+        numbers[_answers_at(update, number, num_servers)].append(number)
+    return {k: v for k, v in numbers.items() if v}
+
+
+def _answers_at(update: Update, number: int, num_servers: int) -> int:
+    if num_servers == 1:
+        return 0
+    return _first_server(_parts_used(update, [number]) or update.parts, 0)
+
+
+def _first_server(parts: Iterable[Part], default: int) -> int:
+    return min((part.server for part in parts if part.server is not None), default=default)
+
+
+def _effects_by_server(
+    update: Update, name: str, results: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Returns the numbers of the equations with effects, such as callbacks, that each server runs.
+
+    Each runs once: where its value is used, else where a variable that it reads lives.
+
+    Args:
+      update: the update.
+      name: the user's name of the step.
+      results: the numbers of the results that each server computes.
+    """
+    found: dict[int, list[int]] = {}
+    needed = {server: update.code.needed(numbers, ()) for server, numbers in results.items()}
+    for number, eqn in enumerate(update.code.jaxpr.eqns):
+        if not eqn.effects:
+            continue
+        servers = [server for server in needed if number in needed[server]]
+        if len(servers) > 1:
+            raise MergeError(_shared_effect_text(name, servers))
+        read = _parts_used(update, (), [number])
+        servers = servers or [_first_server(read, min(results, default=0))]
+        found.setdefault(servers[0], []).append(number)
+    return found
+
+
+def _parts_used(
+    update: Update, results: Sequence[int], effects: Collection[int] = ()
+) -> list[Part]:
+    used = update.code.cut_to(results, effects).used
+    return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
+
+
+def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
+    """Returns the share of each server that takes part in an update.
+
+    Args:
+      update: the update.
+      name: the user's name of the step.
+      num_servers: how many servers there are.
+
+    Raises:
+      MergeError: a server would need another one's variable, or several the value of a callback.
+    """
+    results = results_by_server(update, num_servers)
+    effects = _effects_by_server(update, name, results)
+    shares: list[ServerShare] = []
+    for server in sorted({*results, *effects}):
+        own = results.get(server, []), effects.get(server, [])
+        shares.append(_share(update, server, *own))
+        if _foreign(shares[-1].takes, server):
+            raise MergeError(_foreign_text(update, name, server, *own))
+    return shares
+
+
+def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
+    """Returns the parts that `server` does not have."""
+    return [part for part in parts if part.server not in (None, server)]
+
+
+def _share(
+    update: Update, server: int, numbers: Sequence[int], effects: Sequence[int]
+) -> ServerShare:
+    code = update.code.cut_to(numbers, effects)
+    results: list[Any] = [*update.written, *update.answers]
+    writes = tuple(results[i] for i in numbers if i < len(update.written))
+    names: list[Any] = [*update.parts, *update.operands]
+    taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
+    return ServerShare(
+        server=server,
+        code=in_own_buffers(code.taking(taken)),
+        takes=tuple(names[i] for i in taken if i < len(update.parts)),
+        writes=writes,
+        operands=tuple(names[i] for i in taken if i >= len(update.parts)),
+        answers=tuple(results[i] for i in numbers if i >= len(update.written)),
+    )
+
+
+def _shared_effect_text(name: str, servers: Sequence[int]) -> str:
+    return message(
+        f"{name} needs callbacks in merges whose value one server uses",
+        got=f"one whose value servers {' and '.join(map(str, servers))} use",
+        why="each of them would call it, and servers do not talk to each other",
+        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,))",
+    )
+
+
+def _foreign_text(
+    update: Update, name: str, server: int, results: Sequence[int], effects: Sequence[int]
+) -> str:
+    written = [i for i in results if i < len(update.written)]
+    wrong = [i for i in written if _foreign(_parts_used(update, [i]), server)]
+    what = f"variable {update.written[wrong[0]].name!r}" if wrong else "a callback of its merge"
+    used = _parts_used(update, wrong[:1]) if wrong else _parts_used(update, results, effects)
+    foreign = _foreign(used, server)
+    lives = ", ".join(f"{part.name!r} {part.lives}" for part in foreign[:3])
+    lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+    other, whole = foreign[0].variable, ""
+    if any(part.is_shard for part in foreign):
+        whole = "; or leave variables whole: partitioner=lambda shape, dtype: [1] * len(shape)"
+    fix = f"{_ONE_SERVER}, where all variables live together{whole}"
+    if other.isidentifier():  # not a slot or an accumulator, such as w/accumulator
+        fix = (
+            f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
+            f"them live together: with strategy.extended.colocate_vars_with({other}): ...; or "
+            f"{_ONE_SERVER}{whole}"
+        )
+    return message(
+        f"{name} needs merges whose variables live at one server",
+        got=f"{what}, computed at server {server}, from variables {lives}",
+        why="servers do not talk to each other: each updates what it has, from what a worker "
+        "sends; a shard of a partitioned variable from its own rows",
+        fix=fix,
+    )
+
+
+_ONE_SERVER = "dj.ParameterServerStrategy(servers=1)"

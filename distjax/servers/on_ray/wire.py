@@ -1,20 +1,39 @@
-"""The wire form of arrays: numpy arrays, sent between processes without a copy."""
+"""What is sent between processes: arrays, programs, orders to workers, and exceptions.
 
-# JAX's own pickle is slower, PRNG keys are not numpy arrays, and numpy pickles dtypes that it
-# does not know (bfloat16) through a copy.
+Arrays travel as numpy arrays, without a copy; programs as StableHLO, with none of the user's code;
+exceptions as data, since Ray raises one that it cannot unpickle as an error of its own, which looks
+like the loss of the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import dataclasses
+import re
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import export
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.context.thread_settings import ProgramModes
+from distjax.errors import ClosureError, UnsupportedError, message
 from distjax.jax_compat import ShapedArray
+from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
+from distjax.servers.elements import Place
+from distjax.servers.plan import Program, Push, Stage, StepPlan
+from distjax.servers.programs import struct_of
+from distjax.typing import PyTree
+from distjax.user_lines import is_library_file
+
+# -- arrays -------------------------------------------------------------------
+
+# JAX's own pickle is slower, PRNG keys are not numpy arrays, and numpy pickles dtypes that it
+# does not know (bfloat16) through a copy.
 
 
 class Disguised(NamedTuple):
@@ -37,9 +56,9 @@ _SMALL = 1 << 20  # bytes: below this a call's own transfer is faster than placi
 OnWire = np.ndarray | Disguised
 
 
-def to_wire(arrays: Iterable[jax.Array | np.ndarray]) -> list[OnWire]:
-    """Returns arrays in wire form; waits until they are computed."""
-    return [_to_wire(x) for x in arrays]
+def to_wire(tree: PyTree) -> Any:
+    """Returns a tree with its arrays in wire form; waits until they are computed."""
+    return jax.tree.map(lambda x: _to_wire(x) if isinstance(x, jax.Array | np.ndarray) else x, tree)
 
 
 def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
@@ -52,12 +71,15 @@ def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
     return Disguised(host.view(f"u{host.itemsize}"), host.dtype.name, False)
 
 
-def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
-    """Returns arrays on a device; on a CPU, in the memory they arrived in if possible."""
+def from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
+    """Returns a tree with its arrays on a device; on a CPU, where they arrived if possible."""
+    leaves, treedef = jax.tree.flatten(sent, is_leaf=lambda x: isinstance(x, Disguised))
+    arrays = [x for x in leaves if isinstance(x, OnWire)]
+    sharding = None if device is None else SingleDeviceSharding(device)
     with jax.enable_x64(True):  # else 64-bit values would be truncated, whoever sent them
-        sharding = None if device is None else SingleDeviceSharding(device)
-        arrays: list[jax.Array] = transfer_each([_as_host(x) for x in sent], sharding)
-        return list(map(_as_key, sent, arrays))
+        placed: list[jax.Array] = transfer_each(list(map(_as_host, arrays)), sharding)
+        found = map(_as_key, arrays, placed)
+        return treedef.unflatten([next(found) if isinstance(x, OnWire) else x for x in leaves])
 
 
 def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
@@ -91,3 +113,260 @@ def _as_key(sent: OnWire, array: jax.Array) -> jax.Array:
     if not isinstance(sent, Disguised) or not sent.is_key:
         return array
     return jax.random.wrap_key_data(array, impl=sent.dtype)
+
+
+# -- exceptions ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A call to a worker raised an exception.
+
+    Attributes:
+      pickled: the exception; empty if it cannot be pickled.
+      text: its type and text.
+      lines: the user's lines of its traceback.
+    """
+
+    pickled: bytes
+    text: str
+    lines: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """Returns an exception that is being handled, as data."""
+        from ray import cloudpickle
+
+        text = "".join(traceback.format_exception_only(error)).strip()
+        entries = traceback.extract_tb(error.__traceback__)
+        own = [entry for entry in entries if not is_library_file(entry.filename, entry.name)]
+        lines = "".join(traceback.format_list(own))
+        try:
+            return cls(cloudpickle.dumps(error), text, lines)
+        except Exception:
+            return cls(b"", text, lines)
+
+    @property
+    def error(self) -> BaseException:
+        """The exception; a ClosureError that quotes it, if it cannot be unpickled."""
+        from ray import cloudpickle
+
+        try:
+            error: BaseException = cloudpickle.loads(self.pickled)
+        except Exception:
+            error = ClosureError(_not_portable(self.text))
+        if self.lines:
+            error.add_note(f"It was raised in the process of a worker:\n{self.lines}")
+        return error
+
+
+def _not_portable(text: str) -> str:
+    return message(
+        "an exception needs to be pickled to be raised here",
+        got=f"one that cannot be, or cannot be read again: {text}",
+        why="it was raised in the process of a worker",
+        fix="hand all of its arguments on, and nothing else: "
+        "def __init__(self, path, line): super().__init__(path, line)",
+    )
+
+
+# -- orders to a worker -------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """An order to a worker to run an attempt.
+
+    Attributes:
+      plan: its number.
+      epoch: the epoch of the servers; replacing a server begins a new one.
+      closure: the number of the closure.
+      attempt: 1, 2, ...
+      arrays: the flat arguments; a `Place` for an array of an element.
+      modes: the JAX modes in effect where the closure was scheduled.
+    """
+
+    plan: int
+    epoch: int
+    closure: int
+    attempt: int
+    arrays: Sequence[OnWire | Place]
+    modes: ProgramModes
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The result of an attempt: results, and versions by server."""
+
+    results: Sequence[OnWire]
+    versions: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerGone:
+    """A server no longer answers."""
+
+    server: int
+
+
+class Unknown:
+    """The worker does not know an order's plan, servers or data: see `WorkerActor.add_plan`."""
+
+
+class Stopped(Exception):
+    """The closure is no longer wanted."""
+
+
+#: The result of a call to a worker; None: continue.
+Outcome = Done | Failed | ServerGone | Unknown | None
+
+
+# -- plans --------------------------------------------------------------------
+
+
+class StableFunction:
+    """A function of flat arrays as StableHLO: sent as bytes, read at its first run.
+
+    Args:
+      blob: the serialized result of `jax.export`.
+    """
+
+    def __init__(self, blob: bytes):
+        self._blob = blob
+        self._exported: export.Exported | None = None
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if self._exported is None:
+            self._exported = export.deserialize(bytearray(self._blob))
+            _require_no_callback(self._exported)
+        return tuple(self._exported.call(*arrays))
+
+    def __reduce__(self) -> tuple[type[StableFunction], tuple[bytes]]:
+        return StableFunction, (self._blob,)
+
+
+def _require_no_callback(exported: export.Exported) -> None:
+    """Raises if a received program would call Python, whatever its sender has checked."""
+    found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
+    if found is None:
+        return
+    raise UnsupportedError(
+        message(
+            "a program that is shipped needs to be all StableHLO",
+            got=f"one that calls {found[1]}",
+            why="it would call Python by an address of another process",
+            fix="schedule steps by dj.Coordinator, which ships none of that kind",
+        )
+    )
+
+
+def _run_elsewhere(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Stands in for a server's program, which workers do not have."""
+    raise AssertionError("a program of a server, called at a worker")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShippedPlan:
+    """What is sent to workers and servers of a plan.
+
+    Attributes:
+      for_workers: the plan with the programs of workers.
+      for_servers: for each server, its programs by stage.
+    """
+
+    for_workers: StepPlan
+    for_servers: tuple[dict[int, Program], ...]
+
+
+def export_plan(
+    plan: StepPlan,
+    num_servers: int,
+    replicas: tuple[int, str],
+    worker_platforms: Iterable[str],
+    server_platforms: Iterable[str],
+) -> ShippedPlan:
+    """Returns a plan in the form in which it is sent.
+
+    Args:
+      plan: made by a strategy.
+      num_servers: how many servers there are.
+      replicas: how many replicas each worker has, and the name of their axis.
+      worker_platforms: the platforms of its workers.
+      server_platforms: the platforms of its servers.
+
+    Raises:
+      UnsupportedError: a program calls back to Python, or has no stable form.
+    """
+    for_servers: list[dict[int, Program]] = [{} for _ in range(num_servers)]
+    stages: list[Stage] = []
+    for number, stage in enumerate(plan.stages):
+        for push in stage.pushes:
+            for_servers[push.server][number] = _export(plan.name, push.program, server_platforms)
+        stages.append(
+            dataclasses.replace(
+                stage,
+                program=_export(
+                    plan.name,
+                    stage.program,
+                    worker_platforms,
+                    _shardings(stage.operands, plan, replicas),
+                    _shardings(stage.results, plan, replicas),
+                ),
+                pushes=tuple(map(_without_program, stage.pushes)),
+            )
+        )
+    for_workers = StepPlan(  # the other fields hold objects of the user or the strategy
+        plan.name,
+        plan.arguments,
+        plan.pulls,
+        tuple(stages),
+        plan.results,
+        tuple,
+        plan.owners,
+        varying=plan.varying,
+    )
+    return ShippedPlan(for_workers, tuple(for_servers))
+
+
+def _without_program(push: Push) -> Push:
+    return dataclasses.replace(
+        push, program=Program(push.program.name, _run_elsewhere, push.program.avals)
+    )
+
+
+def _shardings(
+    slots: Sequence[int], plan: StepPlan, replicas: tuple[int, str]
+) -> tuple[Sharding, ...] | None:
+    """Returns the shardings of slots over any worker's devices; None if it has one device."""
+    if replicas[0] == 1:
+        return None
+    anywhere = abstract_topology(*replicas)
+    each = (slot in plan.varying for slot in slots)
+    return tuple(anywhere.per_replica if varying else anywhere.mirrored for varying in each)
+
+
+def _export(
+    name: str,
+    program: Program,
+    platforms: Iterable[str],
+    ins: Sequence[Sharding] | None = None,
+    outs: Sequence[Sharding] | None = None,
+) -> Program:
+    pairs = zip(program.avals, ins or (None,) * len(program.avals), strict=True)
+    shapes = [struct_of(aval, sharding) for aval, sharding in pairs]
+    jitted = jax.jit(program.fn, out_shardings=outs)
+    make: Any = export.export(jitted, platforms=sorted(set(platforms)))
+    try:
+        blob = bytes(make(*shapes).serialize())
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedError(
+            message(
+                f"{name} needs programs that run in other processes, on RayEngine",
+                got=f"one that cannot be shipped: {error}",
+                why="workers and servers are sent StableHLO, and nothing of your Python: there is "
+                "nothing that jax.debug.print, pure_callback or io_callback could call",
+                fix="take the callback out of the step, and return what it needs; or run it on "
+                'engine="threads"',
+            )
+        ) from error
+    return Program(program.name, StableFunction(blob), program.avals)

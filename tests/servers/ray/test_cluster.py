@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -15,11 +16,10 @@ from jax import export
 import distjax as dj
 from distjax.context.thread_settings import ProgramModes
 from distjax.errors import ClusterError, UnsupportedError
-from distjax.servers.on_ray import startup
-from distjax.servers.on_ray.exported import StableFunction
-from distjax.servers.on_ray.orders import Order, ServerGone
-from distjax.servers.on_ray.worker_actor import WorkerActor, _Gone
-from distjax.servers.on_ray.workers import RayWorkers
+from distjax.servers.on_ray import processes
+from distjax.servers.on_ray.processes import RayWorkers
+from distjax.servers.on_ray.wire import Order, ServerGone, StableFunction
+from distjax.servers.on_ray.worker import WorkerActor, _Gone
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
 
@@ -61,7 +61,7 @@ def test_processes_are_no_background(cluster):
 
 
 def test_other_versions_are_refused(served, monkeypatch):
-    monkeypatch.setattr(startup, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
+    monkeypatch.setattr(processes, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
     text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
     with pytest.raises(ClusterError, match=text):
         served.servers[0].wait_for_start()
@@ -99,8 +99,8 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     with pytest.raises(ClusterError, match=text):
         RayWorkers(make, max_failures=2).find(0)
     with pytest.raises(ClusterError, match="^a server needs a process that starts"):
-        startup.wait_for_start("a server", make())
-    monkeypatch.setattr(startup, "START_SECONDS", 0.5)
+        processes.wait_for_start("a server", make())
+    monkeypatch.setattr(processes, "START_SECONDS", 0.5)
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)
@@ -173,9 +173,36 @@ def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
 
     ended = []
     monkeypatch.setattr(module, "_started", True)
+    monkeypatch.setattr(module, "_folder", tmp_path)
     monkeypatch.setattr(module, "end_all", lambda pid: ended.append("threads"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("cluster"))
-    module._end(str(tmp_path), os.getpid() + 1)  # as in a process that was forked
+    module._end(os.getpid() + 1)  # as in a process that was forked
     assert not ended and tmp_path.exists() and module._started
-    module._end(str(tmp_path), os.getpid())
+    module._end(os.getpid())
     assert ended == ["threads", "cluster"] and not tmp_path.exists()
+
+
+IMPORTED = """
+import ray
+import distjax as dj
+
+try:
+    dj.servers.RayEngine()
+except dj.errors.ClusterError as error:
+    print(error)
+"""
+
+TOO_EARLY = """\
+RayEngine needs to import Ray itself, to start a cluster of its own.
+  Got: a Ray that was imported before.
+  Why: on import Ray reads that it is to listen at this machine only, and ask for a token.
+  Fix: engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a cluster with \
+Ray's own settings, which RayEngine() then uses
+"""
+
+
+def test_a_ray_that_was_imported_before_starts_no_cluster():
+    """It would listen at all addresses, and ask nobody for a token."""
+    code = [sys.executable, "-c", IMPORTED]
+    found = subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout == TOO_EARLY

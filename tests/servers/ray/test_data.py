@@ -11,20 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ray
 
 import distjax as dj
 from distjax.context.thread_settings import ProgramModes
 from distjax.errors import EndOfDataError
+from distjax.servers.elements import Place
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.orders import Order
-from distjax.servers.on_ray.streams import RayStreams
-from distjax.servers.on_ray.worker_actor import WorkerActor
-from distjax.servers.remote_array import Place
+from distjax.servers.on_ray.data import RemoteData
+from distjax.servers.on_ray.wire import Order
+from distjax.servers.on_ray.worker import WorkerActor
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 NUM_ELEMENTS = 24
 
 
@@ -189,6 +188,8 @@ class Unreadable:
 
 
 def test_an_element_that_cannot_be_read_here_ends_no_process(coordinator):
+    import ray  # not before the engine does
+
     before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
     iterator = iter(coordinator.create_per_worker_dataset(lambda context: [Unreadable()]))
     with pytest.raises(ray.exceptions.RayError, match="line"):
@@ -198,9 +199,9 @@ def test_an_element_that_cannot_be_read_here_ends_no_process(coordinator):
 
 def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
     with open(tmp_path / "log", "w") as file:
-        iterator = iter(coordinator.create_per_worker_dataset(lambda context: [file]))
+        dataset = coordinator.create_per_worker_dataset(lambda context: [file])
         with pytest.raises(TypeError, match="needs a function that can be pickled, on RayEngine"):
-            coordinator.schedule(lambda x: x, (iterator,))
+            iter(dataset)
 
 
 def test_a_function_that_gives_fewer_elements_the_second_time_is_refused(
@@ -217,7 +218,7 @@ def test_a_function_that_gives_fewer_elements_the_second_time_is_refused(
     source = lambda context: shrinks(context) if context.input_pipeline_id == 0 else [1.0] * 20
     drawn = list(coordinator.create_per_worker_dataset(source))
     np.asarray(drawn[0].values[0])
-    with pytest.raises(ValueError, match="^RayEngine needs a per-worker dataset of at least 5"):
+    with pytest.raises(ValueError, match="^per-worker data needs a dataset of at least 5"):
         np.asarray(drawn[5].values[0])
 
 
@@ -238,19 +239,21 @@ class FakeActor:
 
 
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda call: call())
+    monkeypatch.setattr("ray.get", lambda call: call())
     actor = FakeActor()
     process = types.SimpleNamespace(actor=actor)
     workers = types.SimpleNamespace(find=lambda worker: process, actors=lambda: [actor])
-    streams = RayStreams(workers, max_failures=3)
-    streams._pickled[0] = b"a function of a module that is not installed there"
+    data = RemoteData(workers, max_failures=3)
+    data._pickled[0] = b"a function of a module that is not installed there"
     with pytest.raises(pickle.UnpicklingError):
-        streams.ask(0, 0, "draw", 0, 0)
+        data.ask(0, 0, "draw", 0, 0)
     assert actor.num_calls == 2
 
 
 def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
     """Each time: a closure that would be taken to have not begun would be retried for ever."""
+
+    import ray
 
     def get(call):
         raise ray.exceptions.RayActorError
@@ -265,18 +268,20 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
         replace_dead=lambda *of: deaths.append(of) or death,
     )
     with pytest.raises(WorkerDied, match="^killed$") as caught:
-        RayStreams(workers, max_failures=3).ask(0, 0, "draw", 0, 0)
+        RemoteData(workers, max_failures=3).ask(0, 0, "draw", 0, 0)
     assert caught.value.has_begun and len(deaths) == 3
 
 
 def test_an_exit_of_data_that_is_made_again_fails_its_closure():
     """Ray would end the process; the closure would be retried, and blamed for killing workers."""
 
+    from ray import cloudpickle
+
     def make():
         raise SystemExit(17)
 
     actor = WorkerActor(1, "replica")
-    actor.add_streams({0: ray.cloudpickle.dumps(make)})
+    actor.add_datasets({0: cloudpickle.dumps(make)})
     actor.add_plan(0, None, 0, ())
     places = [Place(0, 0, 0, np.dtype(np.float32))]
     failed = actor.run(Order(0, 0, 0, 1, places, ProgramModes.of_this_thread()))

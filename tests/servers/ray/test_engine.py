@@ -14,8 +14,9 @@ import pytest
 
 import distjax as dj
 from distjax.errors import UnsupportedError
-from distjax.servers.applied import RefusedPush
-from distjax.servers.on_ray.sent import Sent
+from distjax.servers.on_ray.engine import Sent
+from distjax.servers.on_ray.wire import Failed
+from distjax.servers.server import RefusedPush
 from tests.servers.ray.conftest import make_engine
 from tests.servers.ray.kills import Counters, run_with_dead_servers, run_with_dead_workers
 from tests.servers.test_groups import Training as GroupTraining
@@ -143,8 +144,6 @@ def test_threads_that_run_steps_without_a_coordinator_share_a_process(bounded):
 
 
 def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinator):
-    from distjax.servers.on_ray.orders import Failed
-
     counters = Counters(served)
     value = coordinator.schedule(counters.both, (jnp.int32(5),))
     value.get()
@@ -262,7 +261,7 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     counters = Counters(served)
 
     def plans():
-        return set(served.servers[0].call("report").plans)
+        return set(served.servers[0].call("plans"))
 
     def num_alive():
         collect_garbage()

@@ -1,4 +1,4 @@
-"""Crew: the threads of a coordinator's workers, and the board of each strategy."""
+"""The threads of a coordinator's workers: the loop of each, and the board that they take from."""
 
 from __future__ import annotations
 
@@ -9,17 +9,95 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import ServerLostError, message
-from distjax.servers.board import Board
-from distjax.servers.engine import Engine
-from distjax.servers.options import require_positive
-from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.worker import Worker
-from distjax.servers.working import work
+from distjax.integers import require_int
+from distjax.servers.board import Board, Numbers, Worker
+from distjax.servers.closure import Closure, explain
+from distjax.servers.engine import Engine, Running, ServerStrategy, WorkerDied
+
+# -- the loop of a worker -----------------------------------------------------
+
+
+def work(
+    board: Board,
+    engine: Engine,
+    worker: Worker,
+    settings: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Takes closures and runs them, until the board is closed or the worker removed.
+
+    A closure is finished after the next one has been started, so its programs overlap with
+    the pull of the next; at most two are in progress.
+    """
+    before: tuple[Closure, Running] | None = None
+    is_wanted = lambda: before is None and not board.is_to_end(worker)
+    try:
+        with settings():
+            while True:
+                is_there = _prepare(engine, worker, is_wanted)
+                closure = board.take(worker, wait=before is None) if is_there else None
+                if closure is None and before is None:
+                    return
+                ran = None if closure is None else start(board, engine, worker, closure)
+                if before is not None:
+                    finish(board, worker, *before)
+                before = (closure, ran) if closure is not None and ran is not None else None
+                del closure, ran  # else a result would live until the next closure arrives
+    finally:
+        try:
+            engine.end_worker(worker.number)
+        finally:  # else whoever waits for the worker would wait forever
+            worker.has_ended = True
+            if board.is_closed:  # no one is left to take what is queued
+                board.cancel("its coordinator was closed, or dropped, before it had run")
+            board.waiters.ring()
+
+
+def _prepare(engine: Engine, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
+    """Returns whether a worker is to take a closure."""
+    try:
+        return engine.prepare(worker.number, is_wanted)
+    except Exception:  # `run` raises it too; there it is a closure's, and reaches the user
+        return True
+
+
+def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:
+    """Starts a closure without waiting for it; returns None if its outcome is on the board."""
+    try:
+        with closure.modes():
+            try:
+                with board.pauses.drawing():
+                    ended = closure.prepare(worker.number)
+            finally:
+                board.end_drawing(worker)
+            if ended is None:
+                return engine.run(worker.number, closure.as_task())
+        board.put_back(closure, worker, ended)
+    except WorkerDied as death:
+        board.retry(closure, worker, death)
+    except BaseException as error:  # e.g. SystemExit: no one must wait forever
+        board.end(closure, explain(closure, error))
+    return None
+
+
+def finish(board: Board, worker: Worker, closure: Closure, running: Running) -> None:
+    """Waits until a closure has been computed and applied."""
+    try:
+        ran = running.wait()
+    except WorkerDied as death:
+        board.retry(closure, worker, death)
+    except BaseException as error:
+        board.end(closure, explain(closure, error))
+    else:
+        board.finish(closure, worker, ran)
+
+
+# -- the threads, and the board of each strategy ------------------------------
+
 
 _EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block the exit
 
@@ -28,20 +106,20 @@ _EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block 
 class _Record:
     """The state kept for a strategy; numbers of closures are never reused."""
 
-    numbers: Iterator[int]
+    numbers: Numbers
     board: Board
 
 
 _records: weakref.WeakKeyDictionary[ServerStrategy, _Record] = weakref.WeakKeyDictionary()
 _opening = threading.Lock()  # held while a record is made or replaced
-_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+_alive: weakref.WeakSet[WorkerThreads] = weakref.WeakSet()
 
 
 def board_of(strategy: ServerStrategy) -> Board:
     """Returns the board of the open coordinator, or a closed one without workers."""
     with _opening:
         if strategy not in _records:
-            numbers = itertools.count()
+            numbers = Numbers()
             _records[strategy] = _Record(numbers, _make_board(strategy.engine, 1, numbers))
             _records[strategy].board.close()
         return _records[strategy].board
@@ -64,7 +142,7 @@ def _open_board(strategy: ServerStrategy, queue_size: int) -> Board:
         return record.board
 
 
-def _make_board(engine: Engine, queue_size: int, numbers: Iterator[int]) -> Board:
+def _make_board(engine: Engine, queue_size: int, numbers: Numbers) -> Board:
     def forget(closure: int) -> None:
         for server in engine.servers:
             server.mark_done(closure)
@@ -79,10 +157,10 @@ def _make_board(engine: Engine, queue_size: int, numbers: Iterator[int]) -> Boar
     return Board(queue_size, engine.max_failures, forget, withdraw, numbers)
 
 
-class Crew:
+class WorkerThreads:
     """Workers, each a thread that takes closures from one board.
 
-    The threads hold the board and the engine, not the crew's owner: when the owner is dropped,
+    The threads hold the board and the engine, not their owner: when it is dropped,
     it closes the board and they end.
 
     Args:
@@ -100,7 +178,7 @@ class Crew:
         self._numbers = itertools.count()
         self._threads: dict[int, threading.Thread] = {}
         self._choosing = threading.Lock()  # or two threads could remove one worker, or all
-        _crews.add(self)
+        _alive.add(self)
 
     def ids(self) -> list[int]:
         """Returns the ids of the current workers."""
@@ -190,17 +268,30 @@ class Crew:
         return found
 
 
+def require_positive(value: object, method: str, name: str, fix: str) -> None:
+    """Raises a ValueError unless `value` is an int of 1 or more.
+
+    Args:
+      value: the argument.
+      method: whose argument it is.
+      name: the argument's name.
+      fix: a call that is right.
+    """
+    why = "it is a number of workers or closures"
+    require_int(f"{method}: {name}", value, 1, why=why, fix=fix)
+
+
 def end_all(pid: int) -> None:
     """Ends all threads: calling JAX during interpreter shutdown would crash it.
 
     Args:
       pid: the process of the threads; a forked child has none.
     """
-    live = list(_crews) if os.getpid() == pid else []
-    for crew in live:
-        crew.board.close()
-    for crew in live:
-        crew.wait(_EXIT_SECONDS)
+    live = list(_alive) if os.getpid() == pid else []
+    for threads in live:
+        threads.board.close()
+    for threads in live:
+        threads.wait(_EXIT_SECONDS)
 
 
 atexit.register(end_all, os.getpid())

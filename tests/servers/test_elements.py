@@ -1,6 +1,5 @@
-"""Streams of elements: each is drawn once, whatever is peeked at, given back and restored."""
+"""Elements by number: each is drawn once, whatever is peeked at, given back and restored."""
 
-import itertools
 import threading
 from concurrent.futures import CancelledError
 
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers.board import Board
+from distjax.servers.board import Board, Numbers, Worker
 from distjax.servers.closure import Call, Closure
+from distjax.servers.elements import Cursor, DataEnded, Elements
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerIterator
-from distjax.servers.streams import DataEnded, Stream
-from distjax.servers.worker import Worker
 
 
 class Counting:
@@ -47,17 +45,17 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_restore_has_what_was_peeked_at_and_given_back(source):
-    stream = Stream(SOURCES[source])
-    assert stream.peek() == 1
-    stream.restore(stream.position())
-    first, second = stream.draw(), stream.draw()
+    cursor = Cursor(Elements(SOURCES[source]))
+    assert cursor.peek() == 1
+    cursor.restore(cursor.position())
+    first, second = cursor.draw(), cursor.draw()
     assert (first, second) == (1, 2)
-    stream.give_back(first)  # the other one is used
-    position = stream.position()
+    cursor.give_back(first)  # the other one is used
+    position = cursor.position()
     if source != "one iterator":
-        assert [stream.draw(), stream.draw(), stream.draw()] == [1, 3, 4]
-    stream.restore(position)
-    assert [stream.draw(), stream.draw(), stream.draw()] == [1, 3, 4]
+        assert [cursor.draw(), cursor.draw(), cursor.draw()] == [1, 3, 4]
+    cursor.restore(position)
+    assert [cursor.draw(), cursor.draw(), cursor.draw()] == [1, 3, 4]
 
 
 def test_a_source_may_ask_for_the_position():
@@ -66,11 +64,11 @@ def test_a_source_may_ask_for_the_position():
 
     def source():
         for i in range(2):
-            positions.append(stream.position().num_read)
+            positions.append(cursor.position().num_read)
             yield i
 
-    stream = Stream(source)
-    drawing = threading.Thread(target=lambda: drawn.extend([stream.draw(), stream.draw()]))
+    cursor = Cursor(Elements(source))
+    drawing = threading.Thread(target=lambda: drawn.extend([cursor.draw(), cursor.draw()]))
     drawing.daemon = True
     drawing.start()
     drawing.join(20)
@@ -79,14 +77,14 @@ def test_a_source_may_ask_for_the_position():
 
 def test_a_restore_that_is_refused_changes_nothing():
     source = iter([1, 2, 3])
-    stream = Stream(lambda: source)
-    stream.draw()
-    position = stream.position()
-    stream.draw()
-    assert stream.peek() == 3
+    cursor = Cursor(Elements(lambda: source))
+    cursor.draw()
+    position = cursor.position()
+    cursor.draw()
+    assert cursor.peek() == 3
     with pytest.raises(ValueError, match="^restore needs a per-worker dataset that can be read"):
-        stream.restore(position)
-    assert stream.draw() == 3
+        cursor.restore(position)
+    assert cursor.draw() == 3
 
 
 @pytest.mark.parametrize("error", [WorkerDied("lost"), KeyError("mine"), DataEnded()])
@@ -95,7 +93,9 @@ def test_elements_are_given_back_when_another_source_has_none(error):
         raise error
         yield
 
-    first, second = (PerWorkerIterator({0: Stream(make)}) for make in (lambda: [1, 2], failing))
+    first, second = (
+        PerWorkerIterator({0: Cursor(Elements(make))}) for make in (lambda: [1, 2], failing)
+    )
     closure = Closure("step", lambda drawn: None, (first, second))
     if isinstance(error, DataEnded):
         assert closure.prepare(0) is second
@@ -111,7 +111,9 @@ def test_next_gives_back_what_it_has_drawn_when_another_worker_has_none(error):
         raise error
         yield
 
-    iterator = PerWorkerIterator({0: Stream(lambda: [1, 2]), 1: Stream(failing)})
+    iterator = PerWorkerIterator(
+        {0: Cursor(Elements(lambda: [1, 2])), 1: Cursor(Elements(failing))}
+    )
     with pytest.raises(StopIteration if isinstance(error, DataEnded) else type(error)):
         next(iterator)
     assert iterator.draw(0) == 1
@@ -192,10 +194,10 @@ def test_data_that_had_ended_has_not_once_an_element_is_given_back():
 
 
 def test_a_closure_that_waits_for_another_worker_gives_back_what_it_has_drawn():
-    stream = PerWorkerIterator({0: Stream(lambda: [1, 2])})
-    closure = Closure("step", lambda drawn: Call(None, tuple(drawn.values())), (stream,))
+    cursor = PerWorkerIterator({0: Cursor(Elements(lambda: [1, 2]))})
+    closure = Closure("step", lambda drawn: Call(None, tuple(drawn.values())), (cursor,))
     board, worker = (
-        Board(1, 3, lambda number: None, lambda number: False, itertools.count()),
+        Board(1, 3, lambda number: None, lambda number: False, Numbers()),
         Worker(0),
     )
     board.workers[0] = worker
@@ -207,4 +209,4 @@ def test_a_closure_that_waits_for_another_worker_gives_back_what_it_has_drawn():
     with pytest.raises(CancelledError, match="Why: the test") as stop:
         closure.as_task()
     board.end(closure, stop.value)
-    assert closure.is_over and board.is_empty() and stream.draw(0) == 1
+    assert closure.is_over and board.is_empty() and cursor.draw(0) == 1

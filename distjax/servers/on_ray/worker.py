@@ -7,30 +7,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
-import ray
 from jax.sharding import Sharding
-from ray.exceptions import RayActorError, RayTaskError
 
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import mesh_topology, one_device_topology
-from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
-from distjax.servers.compiling import CompiledPlans
+from distjax.servers.elements import Place
 from distjax.servers.engine import Task
-from distjax.servers.on_ray.elements import Elements, UnknownStream
-from distjax.servers.on_ray.failures import Failed
-from distjax.servers.on_ray.orders import Done, Order, Outcome, ServerGone, Stopped, Unknown
-from distjax.servers.on_ray.startup import ProcessInfo, describe_this_process
-from distjax.servers.on_ray.wire import OnWire, arrives_as, for_programs, to_wire
-from distjax.servers.plan import Plan, Push
-from distjax.servers.programs import Given, Programs
-from distjax.servers.remote_array import Place
+from distjax.servers.on_ray.data import DrawnElements, UnknownDataset
+from distjax.servers.on_ray.processes import (
+    ProcessInfo,
+    describe_this_process,
+)
+from distjax.servers.on_ray.wire import (
+    Done,
+    Failed,
+    OnWire,
+    Order,
+    Outcome,
+    ServerGone,
+    Stopped,
+    Unknown,
+    arrives_as,
+    for_programs,
+    to_wire,
+)
+from distjax.servers.plan import Push, StepPlan
+from distjax.servers.programs import CompiledPlans, Given, Programs
+from distjax.servers.server import Answer
 from distjax.typing import PyTree
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.server_actor import ServerActor
+    from distjax.servers.on_ray.server import ServerActor
 
 _T = TypeVar("_T")
 
@@ -50,8 +60,8 @@ class WorkerActor:
             self._home = mesh_topology((self._device, *others), axis_name)
         self._programs = Programs()
         self._compiled = CompiledPlans()
-        self._plans: dict[int, Plan] = {}
-        self._elements = Elements()
+        self._plans: dict[int, StepPlan] = {}
+        self._elements = DrawnElements()
         self._epoch = -1
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
         self._attempts: dict[int, Attempt] = {}  # by closure, from `begin` to the last `push`
@@ -62,7 +72,7 @@ class WorkerActor:
         return describe_this_process()
 
     def add_plan(
-        self, plan: int, programs: Plan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
+        self, plan: int, programs: StepPlan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
     ) -> None:
         """Stores a plan, and the current servers."""
         self._plans[plan] = programs
@@ -73,27 +83,22 @@ class WorkerActor:
         for plan in plans:
             self._plans.pop(plan, None)
 
-    @ray.method(concurrency_group="data")
-    def add_streams(self, streams: dict[int, bytes]) -> Unknown | Failed | None:
-        """Adds streams of per-worker data: see `Elements.add`."""
-        return _outcome_of(lambda: self._elements.add(streams))
+    def add_datasets(self, datasets: dict[int, bytes]) -> Unknown | Failed | None:
+        """Adds per-worker data: see `DrawnElements.add`."""
+        return _outcome_of(lambda: self._elements.add(datasets))
 
-    @ray.method(concurrency_group="data")
-    def drop_streams(self, streams: Iterable[int]) -> None:
-        """Drops streams that the coordinator no longer has."""
-        self._elements.drop(streams)
+    def drop_datasets(self, datasets: Iterable[int]) -> None:
+        """Drops datasets that the coordinator no longer has."""
+        self._elements.drop(datasets)
 
-    @ray.method(concurrency_group="data")
-    def draw(self, stream: int, index: int) -> PyTree:
+    def draw(self, dataset: int, index: int) -> PyTree:
         """Returns an element of per-worker data, with a struct in place of each array."""
-        return _outcome_of(lambda: self._elements.describe(stream, index))
+        return _outcome_of(lambda: self._elements.describe(dataset, index))
 
-    @ray.method(concurrency_group="data")
     def fetch(self, place: Place) -> np.ndarray | Unknown | Failed:
         """Returns an array of an element."""
         return _outcome_of(lambda: self._elements.array(place))
 
-    @ray.method(concurrency_group="control")
     def stop(self, closure: int) -> None:
         """Makes a closure end before its next push."""
         self._stopped.add(closure)
@@ -172,7 +177,7 @@ def _outcome_of(call: Callable[[], _T]) -> _T | Unknown | Failed:
     """Returns the result of the user's code, or what it raises."""
     try:
         return call()
-    except UnknownStream:
+    except UnknownDataset:
         return Unknown()
     except BaseException as error:  # Ray takes SystemExit as an order to end the process
         return Failed.of(error)
@@ -202,6 +207,9 @@ class _RemoteServers:
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return arrives_as(aval, sharding)
 
+    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        """Does nothing: they send their values."""
+
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
         order, server = self._order, self._servers[push.server]
         names = push.takes, push.writes
@@ -210,7 +218,7 @@ class _RemoteServers:
     def pull(
         self, wanted: Mapping[int, Sequence[str]]
     ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
-        calls = {k: self._servers[k].read.remote(keys, is_pull=True) for k, keys in wanted.items()}
+        calls = {k: self._servers[k].pull.remote(keys) for k, keys in wanted.items()}
         pulled = _get_all(calls)
         return {k: (version, for_programs(sent, self._device)) for k, (version, sent) in pulled}
 
@@ -239,6 +247,9 @@ class _RemoteServers:
 
 def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Returns each server's answer."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
     try:
         return list(zip(calls, ray.get(list(calls.values())), strict=True))
     except RayActorError:
@@ -248,6 +259,9 @@ def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
 
 
 def _first_gone(calls: Mapping[int, Any]) -> int:
+    import ray
+    from ray.exceptions import RayActorError
+
     for server, call in calls.items():
         try:
             ray.get(call)
@@ -256,3 +270,18 @@ def _first_gone(calls: Mapping[int, Any]) -> int:
         except Exception:  # another server's own error: a lost server takes precedence
             continue
     return next(iter(calls))
+
+
+def make_worker(
+    options: Mapping[str, Any], num_replicas: int, axis_name: str
+) -> ActorHandle[WorkerActor]:
+    """Returns a new process of a worker."""
+    import ray
+
+    groups = {"data": ("add_datasets", "drop_datasets", "draw", "fetch"), "control": ("stop",)}
+    for group, methods in groups.items():
+        for method in methods:
+            ray.method(concurrency_group=group)(getattr(WorkerActor, method))
+    given: Any = {**options, "concurrency_groups": dict.fromkeys(groups, 1)}
+    remote: Any = ray.remote(**given)
+    return remote(WorkerActor).remote(num_replicas, axis_name)

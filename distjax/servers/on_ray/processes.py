@@ -1,0 +1,325 @@
+"""Ray's processes: what each is given, how it starts, and its replacement if it dies."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+
+import distjax
+from distjax.errors import ClusterError, message
+from distjax.servers.engine import WorkerDied
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+_T = TypeVar("_T")
+
+
+def actor_options(
+    resources: Mapping[str, Any] | None, *, runtime_env: Mapping[str, Any] | None, is_ours: bool
+) -> dict[str, Any]:
+    """Returns the Ray options of a process.
+
+    Args:
+      resources: what Ray reserves.
+      runtime_env: the user's, which takes precedence.
+      is_ours: whether this process started the cluster: its processes then share the
+        installation, and nothing is reserved unless asked for.
+    """
+    options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
+    has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
+    variables = {
+        # Otherwise this process's JAX_PLATFORMS is inherited, whatever the other machine has.
+        "JAX_PLATFORMS": "" if has_accelerator else "cpu",
+        "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
+    }
+    if is_ours:
+        here = str(pathlib.Path(distjax.__file__).parents[1])
+        path = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join([here, path] if path else [here])
+    environment = dict(runtime_env or {})
+    environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
+    # Ray must not restart or repeat anything: the engine knows what each process had in hand.
+    return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
+
+
+def with_devices(options: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Returns the options of a process that gets `count` devices even if it has only CPUs."""
+    if count == 1:
+        return dict(options)
+    environment = dict(options["runtime_env"])
+    variables = {"JAX_NUM_CPU_DEVICES": str(count)} | environment["env_vars"]
+    return {**options, "runtime_env": {**environment, "env_vars": variables}}
+
+
+# -- startup ------------------------------------------------------------------
+
+#: How long the first processes may take to start: a cluster may have to make room for them.
+START_SECONDS = 300.0
+
+
+class ProcessInfo(NamedTuple):
+    """A process's description of itself.
+
+    Attributes:
+      pid: its pid on its machine.
+      versions: of the packages that must be the same on both sides.
+      platform: its JAX platform.
+      num_devices: how many devices it has.
+    """
+
+    pid: int
+    versions: dict[str, str]
+    platform: str
+    num_devices: int
+
+
+def describe_this_process() -> ProcessInfo:
+    """Returns the description of this process."""
+    devices = jax.local_devices()
+    return ProcessInfo(os.getpid(), own_versions(), jax.default_backend(), len(devices))
+
+
+def own_versions() -> dict[str, str]:
+    """Returns the versions of this process."""
+    return {"jax": jax.__version__, "distjax": distjax.__version__}
+
+
+def wait_for_start(name: str, actor: ActorHandle[Any]) -> ProcessInfo:
+    """Returns the description of a process, once it has started.
+
+    Args:
+      name: its name in errors.
+      actor: the process.
+
+    Raises:
+      ClusterError: it did not start in time, or failed to, or its versions differ.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        said: Any = ray.get(actor.describe_process.remote(), timeout=START_SECONDS)
+    except GetTimeoutError:
+        raise ClusterError(
+            message(
+                f"{name} needs a process within {START_SECONDS:g} s",
+                got="none: the cluster has no room for it yet",
+                why="Ray starts a process where the resources are that it is to have",
+                fix="ask for less: RayEngine(worker_resources=..., server_resources=...); "
+                "`ray status` says what there is",
+            )
+        ) from None
+    except RayActorError as error:
+        raise ClusterError(cannot_start(name, error)) from error
+    info: ProcessInfo = said
+    require_same_versions(name, info)
+    return info
+
+
+def cannot_start(name: str, error: Exception) -> str:
+    """Returns the error text for a process that ends during startup."""
+    return message(
+        f"{name} needs a process that starts",
+        got=ends_of(error),
+        why="it imports distjax and JAX, before it is sent anything",
+        fix="install both on every machine of the cluster, or name them in "
+        "RayEngine(runtime_env=...); Ray's logs have all of it",
+    )
+
+
+def require_same_versions(name: str, info: ProcessInfo) -> None:
+    """Raises a ClusterError if a process's versions differ from this one's."""
+    if info.versions == own_versions():
+        return
+    raise ClusterError(
+        message(
+            f"{name} needs the versions of the coordinator: {_listed(own_versions())}",
+            got=f"a process (pid {info.pid}) with {_listed(info.versions)}",
+            why="programs and answers are sent in the form of one version",
+            fix="install the same on every machine of the cluster, or name them in "
+            "RayEngine(runtime_env=...)",
+        )
+    )
+
+
+def require_devices(name: str, info: ProcessInfo, count: int) -> None:
+    """Raises a ClusterError if a process has too few devices for its replicas."""
+    if info.num_devices >= count:
+        return
+    raise ClusterError(
+        message(
+            f"{name} needs {count} devices, one for each of its replicas",
+            got=f"a process (pid {info.pid}) with {info.num_devices} on {info.platform}",
+            why="the replicas of a worker run at the same time",
+            fix=f'RayEngine(worker_resources={{"num_gpus": {count}}}); or fewer for each worker',
+        )
+    )
+
+
+def ends_of(error: Exception) -> str:
+    """Returns the first and last line of a Ray error, in one line: what died, and why."""
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+# -- workers ------------------------------------------------------------------
+
+# Closures are sent to a worker while it has another one in hand. Of those that a process had when
+# it died, the first may have killed it; the others had not begun, and the death does not count
+# against them.
+
+_LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
+
+
+class RayProcess:
+    """One process of a worker.
+
+    Args:
+      actor: the process.
+      num_failures: how many of the worker's processes, in a row, have ended during startup.
+
+    Attributes:
+      in_hand: the attempts sent to it that have not ended, in order.
+      info: its description of itself; None while it starts.
+      error: why it cannot be used.
+      is_dead: whether it is known to have died.
+    """
+
+    def __init__(self, actor: ActorHandle[Any], num_failures: int):
+        self.actor = actor
+        self.num_failures = num_failures
+        self.in_hand: list[object] = []
+        self.info: ProcessInfo | None = None
+        self.error: Exception | None = None
+        self.is_dead = False
+        self.answer: Any = actor.describe_process.remote()
+
+
+class RayWorkers:
+    """The processes of the workers, at most one for each.
+
+    Args:
+      make: creates a process.
+      max_failures: how many may end in a row during startup.
+      num_devices: how many devices each needs.
+    """
+
+    def __init__(
+        self, make: Callable[[], ActorHandle[Any]], max_failures: int, num_devices: int = 1
+    ):
+        self._make, self._max_failures = make, max_failures
+        self._num_devices = num_devices
+        self._processes: dict[int, RayProcess] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, which may still be starting."""
+        with self._lock:
+            if worker not in self._processes:
+                self._processes[worker] = RayProcess(self._make(), 0)
+            return self._processes[worker]
+
+    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
+        """Returns whether a worker has a process; waits for it while it is wanted."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        while True:
+            process = self.begin(worker)
+            if process.info is not None or process.error is not None:
+                return True
+            try:
+                info: ProcessInfo = ray.get(process.answer, timeout=_LOOK_SECONDS)
+                require_same_versions(f"worker {worker}", info)
+                require_devices(f"worker {worker}", info, self._num_devices)
+                process.info = info
+            except GetTimeoutError:
+                if not is_wanted():
+                    return False
+            except RayActorError as error:
+                self._fail_to_start(worker, process, error)
+            except Exception as error:
+                process.error = error
+
+    def find(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, ready to be used.
+
+        Raises:
+          ClusterError: it is unusable, or several in a row ended during startup.
+        """
+        self.prepare(worker, lambda: True)
+        process = self.begin(worker)
+        if process.error is not None:
+            self.end(worker)  # the next closure makes another attempt
+            raise process.error
+        return process
+
+    def pid_of(self, worker: int) -> int | None:
+        """Returns the pid of a worker's process, or None if it has none yet."""
+        process = self._processes.get(worker)
+        return None if process is None or process.info is None else process.info.pid
+
+    def end(self, worker: int) -> None:
+        """Ends the process of a worker."""
+        import ray
+
+        with self._lock:
+            process = self._processes.pop(worker, None)
+        if process is not None and ray.is_initialized():
+            ray.kill(process.actor)
+
+    def replace_dead(
+        self, worker: int, process: RayProcess, attempt: object, error: Exception
+    ) -> WorkerDied:
+        """Replaces a process that died; returns the error for an attempt it had in hand."""
+        import ray
+
+        with self._lock:
+            if not process.is_dead:
+                process.is_dead = True
+                if self._processes.get(worker) is process:
+                    ray.kill(process.actor)  # in case it is only unreachable
+                    self._processes[worker] = RayProcess(self._make(), 0)
+        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
+
+    def _fail_to_start(self, worker: int, process: RayProcess, error: Exception) -> None:
+        count = process.num_failures + 1
+        with self._lock:
+            if self._processes.get(worker) is not process:  # another thread has replaced it
+                return
+            if count < self._max_failures:
+                self._processes[worker] = RayProcess(self._make(), count)
+                return
+        process.error = ClusterError(cannot_start(f"worker {worker}", error))
+
+    def actors(self) -> list[ActorHandle[Any]]:
+        """Returns the current processes."""
+        return [process.actor for process in tuple(self._processes.values())]
+
+    @property
+    def platforms(self) -> set[str]:
+        """The JAX platforms of the processes, as far as known."""
+        infos = [process.info for process in tuple(self._processes.values())]
+        return {info.platform for info in infos if info is not None}
+
+
+def drain(items: collections.deque[_T]) -> list[_T]:
+    """Takes all items; other threads may take and add at the same time."""
+    taken: list[_T] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(items.popleft())
+    return taken

@@ -9,7 +9,7 @@ signals run as always, and so do exceptions that are put into a thread.
 
 from __future__ import annotations
 
-import _signal  # pyright: ignore[reportMissingImports] (signal.getsignal looks for an enum: 2 us)
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -19,6 +19,8 @@ from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any]
 _SIGINT = int(signal.SIGINT)
+#: The functions of `signal` look for enums, in Python: 2 us.
+_signal = importlib.import_module("_signal")
 
 
 class _Held:

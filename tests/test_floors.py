@@ -10,6 +10,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 FLOORS = {
     "errors": -4,
     "integers": -3,
+    "interrupts": -5,
     "tables": -4,
     "uninterrupted": -4,
     "user_lines": -4,

@@ -166,7 +166,7 @@ class SummaryWriter:
         number = _value_of(step)
         if not _is_real(number):
             raise TypeError(_step_text(number))
-        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not issubclass(type(values), Mapping):
             raise TypeError(_values_text(values))
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()

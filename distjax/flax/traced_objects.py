@@ -57,7 +57,7 @@ class Outcome:
       shards: the numbers of the leaves that are returned as the replicas' shards.
     """
 
-    graphdef: Any
+    graphdef: PyTree
     variables: tuple[VariableOutcome, ...]
     shards: frozenset[int] = frozenset()
 
@@ -79,7 +79,7 @@ class TracedNNXObjects:
         self._in_variables = [v for v in variables if isinstance(v, nnx.Variable)]
         self._on_host = [v for v in self._in_variables if host_reads.has_hook(v)]
         self._numbers = nnx.graph.RefMap()
-        self._graphdef: Any = None
+        self._graphdef: PyTree = None
         self._graphdef_of_same: Any = None  # with the numbers of the parts: none was replaced
         self._start: list[list[Any]] = []
 
@@ -166,7 +166,7 @@ class TracedNNXObjects:
         variables: Sequence[Any],
         values: Sequence[Any],
         even_unchanged: frozenset[int],
-        graphdef: Any,
+        graphdef: PyTree,
     ) -> tuple[Outcome, dict[int, Any]]:
         finals, shards = {}, set()
         starts = [leaf for leaves in self._start for leaf in leaves]

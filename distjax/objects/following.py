@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from distjax.objects.captures import is_of_a_library
 from distjax.objects.references import CONTAINERS, module_of, reference_to
+from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
 #: Packages of distjax whose objects have variables.
@@ -22,11 +23,11 @@ _WITH_VARIABLES = frozenset({"metrics", "layers", "optim", "losses"})
 _WITHOUT_IDENTITY = (types.MethodType, types.CellType, functools.partial, *CONTAINERS)
 
 
-def _instance_dict(value: Any) -> Any:
+def _instance_dict(value: PyTree) -> Any:
     return object.__getattribute__(value, "__dict__")
 
 
-def _element(value: Any, element: Any) -> Any:
+def _element(value: PyTree, element: PyTree) -> Any:
     """Returns an element of a set; raises a KeyError if it has no such."""
     if element in value:
         return element
@@ -59,7 +60,7 @@ class Edge(NamedTuple):
 
     holder: int
     kind: str
-    key: Any
+    key: PyTree
     value: int
 
 
@@ -130,7 +131,7 @@ class Comparison:
             self._compare_on_the_way(edge, number, value)
             yield number
 
-    def _compare_on_the_way(self, edge: Edge, number: int, value: Any) -> None:
+    def _compare_on_the_way(self, edge: Edge, number: int, value: PyTree) -> None:
         if isinstance(value, CONTAINERS):
             if not (edge.key == "__closure__" or has_variables(self._values[edge.holder])):
                 self._require(f"len(n{number}) != {len(value)}")
@@ -144,7 +145,7 @@ class Comparison:
     def _require(self, unlike: str) -> None:
         self._lines.append(f"if {unlike}: return False")
 
-    def _road(self, holder: int, kind: str, key: Any) -> str:
+    def _road(self, holder: int, kind: str, key: PyTree) -> str:
         name = f"n{holder}"
         if kind == "global":
             name = f"g{holder}"
@@ -155,7 +156,7 @@ class Comparison:
             key = repr(key) if type(key) in (str, int) else self._constant(key)
         return ROADS[kind][0].format(name, key)
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: PyTree) -> str:
         name = self._named.get(id(value))
         if name is None:
             name = self._named[id(value)] = f"c{len(self._constants)}"
@@ -183,7 +184,7 @@ def _code_for(lines: tuple[str, ...], constants: tuple[str, ...]) -> types.CodeT
     return compile("\n".join(text), "<what a step reached>", "exec")
 
 
-def is_compared_whole(value: Any) -> bool:
+def is_compared_whole(value: PyTree) -> bool:
     """Returns whether an object of distjax is compared by identity, not by what is in it."""
     cls = type(value)
     extended = getattr(cls, "extended", None)
@@ -191,7 +192,7 @@ def is_compared_whole(value: Any) -> bool:
     return is_strategy or getattr(cls, "is_compared_whole", False)
 
 
-def has_variables(value: Any) -> bool:
+def has_variables(value: PyTree) -> bool:
     """Returns whether a value is an object of distjax that has variables."""
     package, _, rest = module_of(type(value)).partition(".")
     return package == "distjax" and rest.partition(".")[0] in _WITH_VARIABLES

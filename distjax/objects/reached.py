@@ -48,6 +48,7 @@ from distjax.objects.references import (
 )
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.partitioned_tree import Static
+from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
 #: How many objects are searched.
@@ -144,7 +145,7 @@ class _Search:
                     self._add_member(number, holder, name, vars(holder)[name])
         return bool(self._queue)
 
-    def _add_member(self, number: int, holder: Any, name: str, value: Any) -> None:
+    def _add_member(self, number: int, holder: PyTree, name: str, value: PyTree) -> None:
         if isinstance(holder, types.ModuleType):
             self._add(number, "attribute", name, value)
             return
@@ -153,11 +154,11 @@ class _Search:
         if not isinstance(value, (types.FunctionType, property, staticmethod, classmethod)):
             self._add(number, "member", name, value)
 
-    def _add_root(self, value: Any, reference: Callable[[], Any]) -> None:
+    def _add_root(self, value: PyTree, reference: Callable[[], Any]) -> None:
         if type(value) not in ATOMS and id(value) not in self._numbers:
             self._roots[self._number(value)] = reference
 
-    def _number(self, value: Any) -> int:
+    def _number(self, value: PyTree) -> int:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._values)
@@ -165,7 +166,7 @@ class _Search:
             self._queue.append(number)
         return number
 
-    def _add(self, holder: int, kind: str, key: Any, part: Any) -> None:
+    def _add(self, holder: int, kind: str, key: PyTree, part: PyTree) -> None:
         if part is None:
             self._vacant.append((holder, kind, key))
         elif isinstance(part, (types.ModuleType, type)):
@@ -174,7 +175,7 @@ class _Search:
         elif type(part) not in ATOMS and not isinstance(part, _ARRAYS):
             self._edges.append(Edge(holder, kind, key, self._number(part)))
 
-    def _parts(self, number: int, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    def _parts(self, number: int, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
         """Yields what `value` refers to: (kind, key, part)."""
         if isinstance(value, StoredVariable) or is_compared_whole(value):
             return
@@ -199,7 +200,7 @@ class _Search:
         else:
             yield from self._parts_of_object(value)
 
-    def _parts_of_object(self, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    def _parts_of_object(self, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
         if isinstance(value, types.FunctionType) and not is_of_a_library(value):
             yield from self._parts_of_function(value)
         elif has_variables(value):
@@ -256,7 +257,7 @@ class _Search:
         edges = [e for es in into.values() for e in es if e.value in leading and self._leads(e)]
         return Comparison(self._values, self._roots, targets, edges, vacant).compile()
 
-    def _is_target(self, value: Any) -> bool:
+    def _is_target(self, value: PyTree) -> bool:
         return id(value) in self._touched or is_compared_whole(value)
 
     def _find_vacant(self) -> tuple[list[tuple[int, str, Any]], set[int]]:
@@ -272,7 +273,7 @@ class _Search:
         vacant = [each for each in self._vacant if each[0] in named or self._is_named(*each)]
         return vacant, {number for number in named if not self._values[number]}
 
-    def _is_named(self, holder: int, kind: str, key: Any) -> bool:
+    def _is_named(self, holder: int, kind: str, key: PyTree) -> bool:
         """Returns whether a reference is one that the code has a name for."""
         value = self._values[holder]
         if kind == "global" or isinstance(value, types.CellType):

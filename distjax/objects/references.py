@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from distjax.objects.held_arrays import attributes_of
+from distjax.typing import PyTree
 
 #: Longer containers hold data.
 _MAX_ITEMS = 10_000
@@ -23,7 +24,7 @@ ATOMS = frozenset({int, float, bool, str, bytes, complex, types.CodeType, types.
 CONTAINERS = (dict, list, tuple, collections.deque, set, frozenset)
 
 
-def reference_to(value: Any) -> Callable[[], Any]:
+def reference_to(value: PyTree) -> Callable[[], Any]:
     """Returns a weak reference to a value; a strong one if it takes none."""
     try:
         return weakref.ref(value)
@@ -31,7 +32,7 @@ def reference_to(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def items_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
+def items_of(value: PyTree) -> Iterator[tuple[str, Any, Any]]:
     """Yields what a container holds: (kind, key, item)."""
     if len(value) > _MAX_ITEMS:
         return
@@ -72,7 +73,7 @@ def contents_of(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
 _GET_WHAT_IS_STORED = (object.__getattribute__, threading.local.__getattribute__)
 
 
-def stored_attributes(value: Any) -> Iterator[tuple[str, str, Any]]:
+def stored_attributes(value: PyTree) -> Iterator[tuple[str, str, Any]]:
     """Yields an object's attributes; those that a read would not give as they are by another road.
 
     A property would run the user's code at each call.
@@ -91,7 +92,7 @@ def stored_attributes(value: Any) -> Iterator[tuple[str, str, Any]]:
             yield "instance", name, part
 
 
-def functions_in(value: Any) -> Iterator[Any]:
+def functions_in(value: PyTree) -> Iterator[Any]:
     """Yields the functions of a member of a class."""
     if isinstance(value, property):
         yield from (f for f in (value.fget, value.fset) if f is not None)
@@ -120,7 +121,7 @@ def names_in_texts(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*nested)
 
 
-def module_of(value: Any) -> str:
+def module_of(value: PyTree) -> str:
     """Returns the name of a module, or of that of a class."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return name if isinstance(name, str) else "builtins"

@@ -6,7 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from distjax import jax_compat
+from distjax.jax_compat import Jaxpr, JaxprEqn
+from distjax.typing import PyTree
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
 MIXED = -1
@@ -25,12 +29,14 @@ ELEMENTWISE = frozenset(
 )
 
 
-def shape_of(atom: Any) -> Shape:
+def shape_of(atom: PyTree) -> Shape:
     """Returns the shape of a tracer, a variable or a literal; () of what has none."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def axes_after(eqn: Any, axes: Sequence[Axis], shapes: Sequence[Shape], count: int) -> list[Axis]:
+def axes_after(
+    eqn: JaxprEqn, axes: Sequence[Axis], shapes: Sequence[Shape], count: int
+) -> list[Axis]:
     """Returns the axis over the replicas of each result of an equation.
 
     Args:
@@ -47,7 +53,7 @@ def axes_after(eqn: Any, axes: Sequence[Axis], shapes: Sequence[Shape], count: i
 
 
 def _found(
-    eqn: Any, axes: Sequence[Axis], shapes: Sequence[Shape], outs: Sequence[Shape], count: int
+    eqn: JaxprEqn, axes: Sequence[Axis], shapes: Sequence[Shape], outs: Sequence[Shape], count: int
 ) -> Sequence[Axis]:
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
@@ -66,7 +72,7 @@ def _found(
     return [rule(params, axes, shapes, out, count) for out in outs]
 
 
-def _inside(jaxpr: Any, axes: Sequence[Axis], count: int) -> list[Axis]:
+def _inside(jaxpr: Jaxpr, axes: Sequence[Axis], count: int) -> list[Axis]:
     known: dict[Any, Axis] = dict(zip(jaxpr.invars, axes, strict=True))
     read = lambda atom: None if isinstance(atom, jax_compat.Literal) else known.get(atom)
     for eqn in jaxpr.eqns:
@@ -75,7 +81,7 @@ def _inside(jaxpr: Any, axes: Sequence[Axis], count: int) -> list[Axis]:
     return [*map(read, jaxpr.outvars)]
 
 
-def _scanned(eqn: Any, axes: Sequence[Axis], count: int) -> list[Axis]:
+def _scanned(eqn: JaxprEqn, axes: Sequence[Axis], count: int) -> list[Axis]:
     jaxpr, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     consts, carry, xs = jax_compat.split_scan_inputs(eqn, list(axes))
     each = [without([0], axis) for axis in xs]
@@ -88,7 +94,7 @@ def _scanned(eqn: Any, axes: Sequence[Axis], count: int) -> list[Axis]:
         carry = after
 
 
-def axis_of_spec(spec: Sequence[Any], mesh: Any) -> Axis:
+def axis_of_spec(spec: Sequence[Any], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Axis:
     """Returns the axis that a spec splits along the first axis of `mesh`, that of the replicas."""
     replicas = mesh.axis_names[0]
     return next((i for i, n in enumerate(spec) if n == replicas or n == (replicas,)), None)
@@ -113,7 +119,7 @@ _Rule = Callable[[_Params, Sequence[Axis], Sequence[Shape], Shape, int], Axis]
 def _unless_along(key: str) -> _Rule:
     """Returns the rule of an operation along one axis: it leaves the others alone."""
 
-    def rule(params: _Params, axes: Sequence[Axis], *_: Any) -> Axis:
+    def rule(params: _Params, axes: Sequence[Axis], *_: PyTree) -> Axis:
         axis = _joined(axes)
         return MIXED if axis == params[key] else axis
 
@@ -176,7 +182,7 @@ def _dynamic_update_slice(
     return axis if axis != MIXED and is_whole and out[axis] == count else MIXED
 
 
-def _stack(params: _Params, axes: Sequence[Axis], *_: Any) -> Axis:
+def _stack(params: _Params, axes: Sequence[Axis], *_: PyTree) -> Axis:
     axis = _joined(axes)
     return axis if axis is None or axis == MIXED else axis + (params["axis"] <= axis)
 

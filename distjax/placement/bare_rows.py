@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.sharding import Sharding
 
@@ -12,6 +10,7 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.axis_rules import MIXED
 from distjax.placement.row_flow import replica_axis
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
 
 
 def is_split_over_replicas(value: object, topology: Topology) -> bool:
@@ -44,7 +43,7 @@ def holds_rows(value: object, topology: Topology) -> bool:
     return is_split_over_replicas(value, topology) or _is_derived(value, topology)
 
 
-def _is_derived(value: Any, topology: Topology) -> bool:
+def _is_derived(value: PyTree, topology: Topology) -> bool:
     """Returns whether `value` was made of the array of a PerReplica, and holds all R values."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return False

@@ -30,26 +30,27 @@ from distjax.placement.axis_rules import (
     without,
 )
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
 
 #: By `id`, for as long as they live: arrays and tracers, R, and their axis over the replicas.
 _noted: dict[int, tuple[weakref.ref[Any], int, Axis]] = {}
 
 
-def note(value: Any, num_replicas: int, axis: Axis) -> None:
+def note(value: PyTree, num_replicas: int, axis: Axis) -> None:
     """Remembers the axis of an array over the replicas; None: that it is one value."""
     key = id(value)
     reference = weakref.ref(value, lambda _: _noted.pop(key, None))
     _noted[key] = reference, num_replicas, axis
 
 
-def note_one_value(value: Any, num_replicas: int) -> Any:
+def note_one_value(value: PyTree, num_replicas: int) -> Any:
     """Returns `value`, remembered as one value for all replicas, whatever it is computed from."""
     if isinstance(value, jax_compat.Tracer):
         note(value, num_replicas, None)
     return value
 
 
-def stand_in(tracer: Any, given: Any) -> None:
+def stand_in(tracer: PyTree, given: PyTree) -> None:
     """Remembers what is known of the array for which a tracer stands in a program of distjax."""
     if not isinstance(given, jax.Array) or isinstance(given, jax_compat.Tracer):
         return
@@ -70,7 +71,7 @@ def _recall(value: object, num_replicas: int) -> tuple[bool, Axis]:
     return is_known, axis
 
 
-def replica_axis(value: Any, topology: Topology) -> Axis:
+def replica_axis(value: PyTree, topology: Topology) -> Axis:
     """Returns the axis of an array or tracer over the replicas; None for one value, or `MIXED`."""
     num_replicas = topology.num_replicas
     pending, passed = [value], set[int]()
@@ -88,14 +89,14 @@ def replica_axis(value: Any, topology: Topology) -> Axis:
     return _known_axis(value, topology)
 
 
-def _known_axis(value: Any, topology: Topology) -> Axis:
+def _known_axis(value: PyTree, topology: Topology) -> Axis:
     is_known, axis = _recall(value, topology.num_replicas)
     if is_known or isinstance(value, jax_compat.Tracer):
         return axis
     return axis_of_layout(value, topology) if isinstance(value, jax.Array) else None
 
 
-def _made_from(value: Any) -> Sequence[Any]:
+def _made_from(value: PyTree) -> Sequence[Any]:
     eqn = jax_compat.equation_of(value)
     if eqn is not None:
         return eqn.in_tracers
@@ -103,7 +104,7 @@ def _made_from(value: Any) -> Sequence[Any]:
     return [] if behind is None else [behind]
 
 
-def _behind(tracer: Any) -> Any:
+def _behind(tracer: PyTree) -> Any:
     """Returns what a tracer without an equation stands for; None: an argument, or no tracer.
 
     That of a captured value, of `vmap` or of a derivative; the names are those of JAX 0.10 to 0.12.
@@ -116,7 +117,7 @@ def _behind(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") else getattr(tracer, "primal", None)
 
 
-def _axis_of_tracer(tracer: Any, topology: Topology) -> Axis:
+def _axis_of_tracer(tracer: PyTree, topology: Topology) -> Axis:
     eqn = jax_compat.equation_of(tracer)
     if eqn is None:
         behind = _behind(tracer)
@@ -170,7 +171,7 @@ def _may_hold_all(shape: Shape, new: Shape) -> bool:
     return shape[0] > 1 and (new[:1] == shape[:1] or (len(new) > 0 and is_large))
 
 
-def note_rows(stacked: Any, topology: Topology) -> None:
+def note_rows(stacked: PyTree, topology: Topology) -> None:
     """Remembers that the rows of [R, ...] are values, unless they were turned on their side.
 
     Where all replicas share one device, nothing but its identity tells it of a concrete array.
@@ -182,7 +183,7 @@ def note_rows(stacked: Any, topology: Topology) -> None:
         note(stacked, topology.num_replicas, 0)
 
 
-def is_in_front(child: Any, topology: Topology, shape: tuple[int, ...]) -> bool:
+def is_in_front(child: PyTree, topology: Topology, shape: tuple[int, ...]) -> bool:
     """Returns whether what tree code made of [R, ...] has the replica axis in front, for sure.
 
     If it may be anywhere, `child` is noted as such; `run` and its like then refuse it.

@@ -24,6 +24,7 @@ from distjax.objects.reached import Reached
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec, as_static_output, show_end
 from distjax.program.step import Step
+from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
 
@@ -143,7 +144,7 @@ class Build:
                 self.lock.release()
 
     def _emit(
-        self, written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
+        self, written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
     ) -> Any:
         """The body of `jit`: (new values of `writes`, how to build the results, these, a token).
 

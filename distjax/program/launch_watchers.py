@@ -19,6 +19,7 @@ from distjax.program.discovery import signature_of
 from distjax.program.host_arguments import LeafPath, checksum, find_host_leaves
 from distjax.program.launch import Build, Watcher, watcher_makers
 from distjax.program.output_spec import completion_of
+from distjax.typing import PyTree
 
 
 def _throttle(build: Build) -> Watcher | None:
@@ -44,13 +45,15 @@ class _Recorder:
         self._agreed: dict[Any, tuple[int, tuple[LeafPath, ...]]] = {}
         self._launch: Launch | None = None
 
-    def compiled(self, build: Build, lowered: jax.stages.Lowered, args: Any, kwargs: Any) -> None:
+    def compiled(
+        self, build: Build, lowered: jax.stages.Lowered, args: PyTree, kwargs: PyTree
+    ) -> None:
         """Waits until every process is about to run this program with these arguments."""
         agreed = agree_on_program(build, lowered, build.step.argument_names, args, kwargs)
         paths = find_host_leaves(args, kwargs)
         self._agreed[signature_of((args, kwargs))] = agreed, paths
 
-    def begin(self, build: Build, args: Any, kwargs: Any) -> None:
+    def begin(self, build: Build, args: PyTree, kwargs: PyTree) -> None:
         """Records that the program is about to run."""
         if not jax_compat.tracing():
             agreed, paths = self._agreed.get(signature_of((args, kwargs)), (0, ()))

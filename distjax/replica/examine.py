@@ -26,6 +26,7 @@ from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
 from distjax.replica.user_merge import WeakMerge
 from distjax.replica.user_names import user_path
 from distjax.trees import nodes_of
+from distjax.typing import PyTree
 from distjax.user_lines import calling_line
 from distjax.variables.variable import Variable
 
@@ -157,7 +158,7 @@ def _warn_of_whole_batches(
     updated = {updated_argument(fact) for fact in facts}
     returned = {(v.aval.shape, v.aval.dtype) for v in results}
 
-    def is_batch(i: int, path: str, array: Any) -> bool:
+    def is_batch(i: int, path: str, array: PyTree) -> bool:
         is_state = i in updated or (array.shape, array.dtype) in returned or is_object_state(path)
         is_key = jax_compat.is_key_dtype(array.dtype) or array.dtype == jnp.uint32
         return array.ndim > 0 and array.size > 1 and not (is_state or is_key)

@@ -113,7 +113,7 @@ class Feedback:
         )
 
 
-def _array_of(value: Any) -> Any:
+def _array_of(value: PyTree) -> Any:
     """Returns the array of a PerReplica; any other array as it is."""
     return value.stacked if isinstance(value, PerReplica) else value
 

@@ -68,7 +68,7 @@ class VariableLock(type(threading.RLock())):  # pyright: ignore[reportGeneralTyp
         newest = self.newest
         if newest is not None:
             newest.put_back()
-            newest.stored = newest.arrays = newest.read = ()  # type: ignore[assignment]
+            newest.stored, newest.arrays, newest.read = (), [], []
             self.newest = None
 
     def show(self) -> None:
@@ -271,7 +271,7 @@ def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple
     return parts
 
 
-def _copy(array: Any) -> Any:
+def _copy(array: Stored) -> Any:
     """Returns a copy, made shard by shard if the array spans several processes.
 
     Only this process may need a copy, so it cannot be a program run by all of them.

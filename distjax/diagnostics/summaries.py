@@ -166,7 +166,7 @@ class SummaryWriter:
         number = _value_of(step)
         if not _is_real(number):
             raise TypeError(_step_text(number))
-        if not issubclass(type(values), Mapping):
+        if not hasattr(values, "items"):
             raise TypeError(_values_text(values))
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()

@@ -175,7 +175,7 @@ class Source:
         if is_empty and again:
             return BatchError(_ended_text(self._dataset))
         if is_empty and self._is_one_shot:
-            warnings.warn(_empty_text(self._dataset), stacklevel=2)
+            warnings.warn(_empty_text(self._dataset), UserWarning, stacklevel=2)
         return None
 
     def at(self, state: Mapping[str, Any]) -> Source:

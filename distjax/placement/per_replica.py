@@ -145,7 +145,7 @@ class PerReplica:
 
     def _host_values(self) -> list[Any]:
         as_host = (lambda x: x) if jax_compat.is_key_dtype(self.dtype) else np.asarray
-        if getattr(self.stacked, "is_fully_addressable", True):
+        if _is_wholly_here(self.stacked):
             return list(as_host(self.stacked))
         here = local_rows(self.stacked, self.topology)
         return [
@@ -158,7 +158,7 @@ class PerReplica:
         return " and ".join(f"process {p}" for p in processes)
 
     def __reduce__(self) -> Any:
-        if not getattr(self.stacked, "is_fully_addressable", True):
+        if not _is_wholly_here(self.stacked):
             raise LocalityError(_pickle_text(self))
         host, key_impl = self.stacked, None
         if isinstance(host, jax.Array) and jax_compat.is_key_dtype(host.dtype):
@@ -210,7 +210,7 @@ class PerReplica:
                     got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
                     why=_WHY_REFUSED,
                     fix=f"{_REDUCE}; x.stacked, the array [R, ...] of all of them, has {name!r}"
-                    if getattr(self.stacked, "is_fully_addressable", True)
+                    if _is_wholly_here(self.stacked)
                     else f"{_REDUCE}; {_how_to_read(self)}, have {name!r}",
                 ),
                 name=name,
@@ -377,9 +377,15 @@ def _pickle_text(value: PerReplica) -> str:
     )
 
 
+def _is_wholly_here(array: PyTree) -> bool:
+    """Returns whether this process has all of an array; tracers do not tell."""
+    is_traced = isinstance(array, jax_compat.Tracer)
+    return is_traced or getattr(array, "is_fully_addressable", True)
+
+
 def _how_to_read(value: PerReplica) -> str:
     """Returns the code by which the host gets at the values, of this process if not of all."""
-    if getattr(value.stacked, "is_fully_addressable", True):
+    if _is_wholly_here(value.stacked):
         return "x.stacked, which has the replica axis in front"
     return "strategy.local_results(x), the values of this process"
 

@@ -65,6 +65,11 @@ def stand_in(tracer: PyTree, given: PyTree) -> None:
             note(tracer, num_replicas, axis)
 
 
+def holds_noted(leaves: Sequence[PyTree]) -> bool:
+    """Returns whether anything is remembered of any of these."""
+    return not _noted.keys().isdisjoint(map(id, leaves))
+
+
 def _recall(value: object, num_replicas: int) -> tuple[bool, Axis]:
     reference, noted_for, axis = _noted.get(id(value), (lambda: None, 0, None))
     is_known = reference() is value and noted_for == num_replicas

@@ -242,12 +242,13 @@ class Build:
                     begin(self, args, kwargs)
                 try:
                     returned = self.jitted(newest.arrays, newest.read, kwargs, *args)
-                    newest.arrays, newest.ran = returned[0], True
+                    newest.arrays, newest.are_here = returned[0], True
                     if self._keeps:
                         lock.newest = newest  # again: a trace inside of the launch reads variables
                     else:
                         newest.put_back()
                 except BaseException:
+                    newest.put_back()
                     self._lose_deleted()
                     raise
                 finally:
@@ -270,8 +271,11 @@ class Build:
             self.lock.show()
         arrays = [v.stored.take_private() for v in self.writes]
         read = [v.stored.array if v.stored.is_private else v.stored.require() for v in self.reads]
-        self._newest = NewestArrays([v.stored for v in self.writes], arrays, read)
-        return self._newest
+        self._newest = newest = NewestArrays([v.stored for v in self.writes], arrays, read)
+        newest.take_over()
+        if self._keeps:
+            self.lock.newest = newest
+        return newest
 
     def _lose_deleted(self) -> None:
         """After a launch that raised: a variable whose array was donated has no value now."""

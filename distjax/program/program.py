@@ -185,10 +185,11 @@ class Program:
                 offer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
                 if error is not None:
                     args, kwargs = self._remedy(error, args, kwargs, remedies)
-                    offer = self._compile(args, kwargs)
-                build = self._build
-                assert build is not None, "compiled above"
                 try:
+                    if error is not None:
+                        offer = self._compile(args, kwargs)
+                    build = self._build
+                    assert build is not None, "compiled above"
                     with offer:
                         result, spec = build.launch(args, kwargs, finish)
                     break

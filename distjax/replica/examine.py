@@ -159,6 +159,8 @@ def _warn_of_whole_batches(
     returned = {(v.aval.shape, v.aval.dtype) for v in results}
 
     def is_batch(i: int, path: str, array: PyTree) -> bool:
+        if not hasattr(array, "shape"):  # a number
+            return False
         is_state = i in updated or (array.shape, array.dtype) in returned or is_object_state(path)
         is_key = jax_compat.is_key_dtype(array.dtype) or array.dtype == jnp.uint32
         return array.ndim > 0 and array.size > 1 and not (is_state or is_key)

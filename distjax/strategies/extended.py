@@ -19,6 +19,7 @@ from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.objects.stateful_args import run_here
+from distjax.placement.row_flow import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
@@ -133,7 +134,9 @@ class StrategyExtended:
             if frame.state is not None:
                 return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
         program = self._run_programs.get(fn)
-        if self.topology.mesh is None or jax_compat.tracing():  # no layout of an array tells
+        if jax_compat.tracing() or (  # no layout of an array tells
+            self.topology.mesh is None and holds_noted(jax.tree.leaves((args, kwargs)))
+        ):
             program.require(args, kwargs or {})
         return program.call(args, kwargs or {})
 

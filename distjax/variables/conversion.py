@@ -156,7 +156,8 @@ def _loses(dtype: DTypeLike, array: jax.Array) -> bool:
     if jax.typeof(array).weak_type:
         return False
     try:
-        return jnp.promote_types(array.dtype, dtype) != dtype
+        with jax.numpy_dtype_promotion("standard"):  # not the user's, which may allow none
+            return jnp.promote_types(array.dtype, dtype) != dtype
     except ValueError:  # JAX promotes no floats of 8 bits
         return True
 

@@ -37,21 +37,27 @@ class NewestArrays:
       stored: the variables' places.
       arrays: their arrays, the list that the program takes and returns.
       read: the arrays of the variables that the program only reads.
-      ran: whether `arrays` are newer than what the variables have.
+      are_here: whether the variables do not have these arrays, but what was before, or none.
     """
 
-    __slots__ = ("arrays", "ran", "read", "stored")
+    __slots__ = ("are_here", "arrays", "read", "stored")
 
     def __init__(self, stored: Sequence[StoredArray], arrays: list[Any], read: list[Any]):
         self.stored, self.arrays, self.read = stored, arrays, read
-        self.ran = False
+        self.are_here = False
+
+    def take_over(self) -> None:
+        """Lets the variables let go of their arrays: what nobody else holds is free."""
+        for stored in self.stored:
+            stored.array = None
+        self.are_here = True
 
     def put_back(self) -> None:
         """Gives the variables their arrays; the list stays valid."""
-        if self.ran:
+        if self.are_here:
             for stored, array in zip(self.stored, self.arrays, strict=True):
                 stored.put(array)
-            self.ran = False
+            self.are_here = False
 
 
 class VariableLock(type(threading.RLock())):  # pyright: ignore[reportGeneralTypeIssues]

@@ -14,7 +14,6 @@ from tests.replicas import ids
 #: Called once for each shard of an array that is taken apart for the first time.
 MAKING_SHARDS = in_packages("jax._src.sharding_impls")
 READS = {
-    "value": lambda strategy, v: v.value,
     "components": lambda strategy, v: v.local_results(),
     "equal": lambda strategy, v: strategy.assert_mirrored({"v": v}),
 }

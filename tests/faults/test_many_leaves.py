@@ -94,8 +94,8 @@ def test_a_later_call_calls_as_much_for_few_as_for_many(owner, what):
 
 
 def places(variables):
-    """Returns where in memory the first copies of the values are; holds none of them."""
-    return [v.value.addressable_shards[0].data.unsafe_buffer_pointer() for v in variables]
+    """Returns where in memory the first copies of the values are; hands none of them out."""
+    return [v.storage.addressable_shards[0].data.unsafe_buffer_pointer() for v in variables]
 
 
 def test_a_step_after_reads_copies_what_is_held(owner):

@@ -78,6 +78,7 @@ class _AnnouncedLock:
 
     def __init__(self, lock):
         self.lock, self.wanted = lock, threading.Event()
+        self.show, self.settle = lock.show, lock.settle
 
     def __enter__(self):
         self.wanted.set()

@@ -154,22 +154,3 @@ def test_while_a_function_that_captures_a_module_is_traced(case):
     call = lambda: case.strategy.run(step, args=(jnp.ones(2),))
     assert case.names_of_those_that_wait(call) == []
     assert float(case.written.value) == float(counter.count[...]) == 2
-
-
-def test_while_a_step_runs():
-    """It ends when its callback does: what the step does not write is there meanwhile."""
-    case = Case(dj.VirtualStrategy(2))  # on one device JAX runs a step in the thread that calls
-
-    def step(x):
-        jax.debug.callback(lambda _: case.stop.here(), x)
-        case.written.assign_add(case.read.value + jnp.sum(x))
-
-    call = lambda: case.strategy.run(step, args=(jnp.ones(2),))
-    call()
-    works = {
-        "a read": lambda: case.look("other"),
-        "a read of a variable that the step reads": lambda: case.look("read"),
-    }
-    assert case.stop.run(call, lambda: names_of_those_that_wait(works)) == []
-    assert case.seen == {"other": 1, "read": 0}
-    assert float(case.written.value) == 4

@@ -286,7 +286,12 @@ def _copy(array: Stored) -> Any:
         return array
     if array.is_fully_addressable:
         return jnp.copy(array)
-    shards = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    kind = array.sharding.memory_kind
+    place = lambda device: jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    shards = [
+        jax.device_put(shard.data, place(shard.device), may_alias=False)
+        for shard in array.addressable_shards
+    ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 

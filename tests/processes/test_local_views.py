@@ -187,7 +187,7 @@ def test_what_is_elsewhere_is_an_error(group):
         assert texts == [
             "variable 'w' needs to be wholly on this process to be read by the host.",
             "a destination needs devices of this process, or all devices of the strategy.",
-            "a value per replica needs to lie with its replicas to be taken apart.",
+            "local_results needs the replica axis in front of a PerReplica.",
         ]
 
 

@@ -483,11 +483,12 @@ def test_a_weight_does_not_hide_a_sum_of_means(weight, gradients):
     assert line_of(__file__, "the sum") in finding.text
 
 
-def test_one_replica_has_nothing_to_differ_from():
+def test_one_replica_is_looked_at_as_one_of_several():
     one = dj.VirtualStrategy(1)
     step = lambda w, x: w - 0.1 * total(gradient(w, x))
     x = one.distribute_values_from_function(lambda _: np.ones((BATCH, 3), np.float32))
-    dj.check(step, weights(), x, strategy=one)
+    with pytest.raises(dj.errors.CheckError, match="one replica hides it; with more, the sum"):
+        dj.check(step, weights(), x, strategy=one)
 
 
 def test_why_a_value_is_equal_or_not(two):

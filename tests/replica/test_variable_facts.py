@@ -386,9 +386,10 @@ def test_what_a_variable_that_sums_takes(build, num_replicas):
     require_silence(s, build(s), inputs(s))
 
 
-def test_one_replica_may_add_to_the_old_value():
+def test_one_replica_is_looked_at_as_one_of_several():
     s = dj.VirtualStrategy(1)
-    require_silence(s, _written(s, lambda v, x: v + jnp.sum(x, axis=0)), inputs(s))
+    with pytest.warns(dj.errors.ReductionWarning, match="needs each replica's own part"):
+        s.run(_written(s, lambda v, x: v + jnp.sum(x, axis=0)), args=(inputs(s),))
 
 
 def test_the_text_of_an_old_value_that_is_summed():

@@ -31,7 +31,9 @@ if PLATFORM == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
 
 # Compiling is most of the time of the tests, and most programs are those of the last run: JAX keys
-# them by program, flags, device and version. The workers of pytest-xdist share the folder.
+# them by program, flags, device and version, and here by the lines that made them, which tests of
+# `dj.explain` read in the compiled program. The workers of pytest-xdist share the folder.
+os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "true"
 _PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("DISTJAX_TESTS_PROGRAMS", str(_PROGRAMS))

@@ -278,8 +278,10 @@ class _Search:
         value = self._values[holder]
         if kind == "global" or isinstance(value, types.CellType):
             return True
-        is_own = not isinstance(value, (types.FunctionType, functools.partial, *CONTAINERS))
-        return is_own and not is_of_a_library(value) and key in self._names
+        if isinstance(value, (types.FunctionType, functools.partial, *CONTAINERS)):
+            return False
+        is_users = isinstance(value, _HOLDERS) or not is_of_a_library(value)
+        return is_users and key in self._names
 
     def _leads(self, edge: Edge) -> bool:
         """Returns whether following a reference, as the code will, gives what was found."""

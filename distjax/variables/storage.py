@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.errors import ContextError, UnsupportedError, message
+from distjax.placement.transfer import copied
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
 
@@ -288,10 +289,7 @@ def _copy(array: Stored) -> Any:
         return jnp.copy(array)
     kind = array.sharding.memory_kind
     place = lambda device: jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-    shards = [
-        jax.device_put(shard.data, place(shard.device), may_alias=False)
-        for shard in array.addressable_shards
-    ]
+    shards = [copied(shard.data, place(shard.device)) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 

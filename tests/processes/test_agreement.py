@@ -187,7 +187,7 @@ def test_what_differs_is_the_same_error_on_all(group, do):
 #: Each in shapes of its own, as what has been agreed on before is not compared again.
 ALONE = {
     "a read of metric 'loss'": (
-        lambda s, own: dj.metrics.Mean("loss").result(),
+        lambda s, own: dj.metrics.Mean("loss", dtype=jnp.bfloat16).result(),
         "the read of variable 'loss/",
     ),
     "a read of a metric of integers": (

@@ -7,7 +7,6 @@ threads keep running, and a wait that is a single C call has either finished or 
 from __future__ import annotations
 
 import concurrent.futures
-import contextvars
 import os
 import queue
 import threading
@@ -172,16 +171,6 @@ def _complete(call: _Call[T], start: Callable[[], None]) -> T:
         if not call.cancel():
             call.wait()
         raise
-
-
-def call_uninterrupted(fn: Callable[[], T]) -> T:
-    """Returns ``fn()``, run in this context on a thread that receives no signals.
-
-    A signal is raised here before the call begins or after it ends.
-    """
-    context = contextvars.copy_context()
-    call = _Call(lambda: context.run(fn), threading.Lock())
-    return _complete(call, threading.Thread(target=call.run, name="distjax-call").start)
 
 
 def find_interrupt(error: BaseException) -> BaseException:

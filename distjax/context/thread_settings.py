@@ -62,28 +62,6 @@ def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[Non
     return _modes_of_this_thread(_MODES_OF_CALLS)
 
 
-def probe_modes() -> Callable[[], bool]:
-    """Returns a function that tells whether its caller's JAX modes differ from this thread's.
-
-    It covers all modes in JAX's cache key: it asks whether a `jit` traced here is traced again.
-    """
-    num_traces = 0
-
-    def count() -> None:
-        nonlocal num_traces
-        num_traces += 1
-
-    probe = jax.jit(count)
-    probe.trace()
-
-    def differs() -> bool:
-        before = num_traces
-        probe.trace()
-        return num_traces > before
-
-    return differs
-
-
 @dataclasses.dataclass(frozen=True)
 class ProgramModes:
     """The modes in which a thread calls programs, to be sent to another process.

@@ -65,9 +65,9 @@ def stand_in(tracer: PyTree, given: PyTree) -> None:
             note(tracer, num_replicas, axis)
 
 
-def holds_noted(leaves: Sequence[PyTree]) -> bool:
-    """Returns whether anything is remembered of any of these."""
-    return not _noted.keys().isdisjoint(map(id, leaves))
+def holds_noted(tree: PyTree) -> bool:
+    """Returns whether anything is remembered of any leaf."""
+    return bool(_noted) and not _noted.keys().isdisjoint(map(id, jax.tree.leaves(tree)))
 
 
 def _recall(value: object, num_replicas: int) -> tuple[bool, Axis]:

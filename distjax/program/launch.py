@@ -117,8 +117,7 @@ class Build:
         is_one = len(locks) == 1
         self.lock: Any = next(iter(locks.values())) if is_one else SeveralLocks(locks.values())
         self.is_remote = any(v.stored.is_remote for v in self.writes)
-        # Whether arrays stay in the list after a launch; what is only read may be another then.
-        self._keeps = is_one and (bool(self.writes) or not self.reads)
+        self._keeps = is_one  # whether arrays stay in the list after a launch
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
         made = [make(self) for make in watcher_makers]
@@ -136,12 +135,15 @@ class Build:
         # The lock lives as long as its strategy, and must not keep arrays of variables that are
         # gone. A collection may interrupt any code, so this does not wait: the next launch does it.
         newest = getattr(self, "_newest", None)
-        if newest is not None and self.lock.newest is newest and self.lock.acquire(blocking=False):
-            try:
-                if self.lock.newest is newest:
-                    self.lock.settle()
-            finally:
-                self.lock.release()
+        if newest is None or not self._keeps or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self.lock.newest is newest:
+                self.lock.settle()
+            if self.lock.shown is newest:
+                self.lock.hide()
+        finally:
+            self.lock.release()
 
     def _emit(
         self, written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
@@ -236,17 +238,17 @@ class Build:
             waits = interrupts.hold()
             try:
                 newest = self._newest
-                if newest is None or lock.newest is not newest:
+                if newest is None or (lock.newest is not newest and lock.shown is not newest):
                     newest = self._take()
                 for begin in self._begins:
                     begin(self, args, kwargs)
                 try:
                     returned = self.jitted(newest.arrays, newest.read, kwargs, *args)
                     newest.arrays, newest.are_here = returned[0], True
-                    if self._keeps:
-                        lock.newest = newest  # again: a trace inside of the launch reads variables
-                    else:
+                    if not self._keeps:
                         newest.put_back()
+                    elif lock.newest is not newest or lock.shown is not None:
+                        self._keep(newest)  # again: a trace inside of the launch reads variables
                 except BaseException:
                     newest.put_back()
                     self._lose_deleted()
@@ -274,8 +276,18 @@ class Build:
         self._newest = newest = NewestArrays([v.stored for v in self.writes], arrays, read)
         newest.take_over()
         if self._keeps:
-            self.lock.newest = newest
+            self._keep(newest)
         return newest
+
+    def _keep(self, newest: NewestArrays) -> None:
+        """Makes these the arrays that the lock knows to be with a program."""
+        lock = self.lock
+        if lock.shown is not newest:
+            lock.hide()
+        if self.writes:
+            lock.newest = newest
+        else:
+            lock.shown = newest
 
     def _lose_deleted(self) -> None:
         """After a launch that raised: a variable whose array was donated has no value now."""

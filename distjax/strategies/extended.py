@@ -135,7 +135,7 @@ class StrategyExtended:
                 return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
         program = self._run_programs.get(fn)
         if jax_compat.tracing() or (  # no layout of an array tells
-            self.topology.mesh is None and holds_noted(jax.tree.leaves((args, kwargs)))
+            self.topology.mesh is None and holds_noted((args, kwargs))
         ):
             program.require(args, kwargs or {})
         return program.call(args, kwargs or {})

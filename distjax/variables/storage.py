@@ -66,9 +66,11 @@ class VariableLock(type(threading.RLock())):  # pyright: ignore[reportGeneralTyp
 
     Attributes:
       newest: the arrays that the program that ran last keeps; None: the variables have theirs.
+      shown: what the last program that writes none has read, until a variable changes.
     """
 
     newest: NewestArrays | None = None
+    shown: NewestArrays | None = None
 
     def settle(self) -> None:
         """Puts the arrays back for good: no program keeps any. With the lock held."""
@@ -83,6 +85,12 @@ class VariableLock(type(threading.RLock())):  # pyright: ignore[reportGeneralTyp
         if self.newest is not None:
             self.newest.put_back()
 
+    def hide(self) -> None:
+        """Lets go of what was shown: a variable changes, and its former array may be large."""
+        if self.shown is not None:
+            self.shown.read = []
+            self.shown = None
+
 
 class SeveralLocks:
     """The locks of several strategies, always taken in one order.
@@ -90,7 +98,7 @@ class SeveralLocks:
     So no two threads wait for each other. No program keeps arrays under them.
     """
 
-    newest = None
+    newest = shown = None
 
     def __init__(self, locks: Iterable[VariableLock]):
         self._locks = sorted(locks, key=id)
@@ -200,6 +208,7 @@ class StoredArray:
 
     def put(self, array: Stored | None) -> None:
         """Stores an array, with the lock held and all arrays with their variables."""
+        self.lock.hide()
         self.array = array
         self._num_changes += 1
         self.is_private = array is not None

@@ -162,7 +162,7 @@ def test_plain_values_are_summed_as_exactly_as_those_on_replicas(pair, dtype):
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "uint16", "int32"])
 def test_a_sum_has_the_dtype_of_a_psum_wherever_the_value_is(dtype):
-    """Decision 6: numpy and jnp would make a sum over an axis wider, for values on the host only."""
+    """Decision 6: numpy and jnp would make a sum over an axis wider."""
     x = np.arange(200).astype(dtype)
     with np.errstate(over="ignore"):
         right = x.sum(dtype=np.int32 if dtype == "bool" else dtype)

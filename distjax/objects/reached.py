@@ -19,9 +19,12 @@ None or an empty container, that it still is one.
 
 from __future__ import annotations
 
-import collections
+import argparse
+import collections.abc
+import contextlib
 import contextvars
 import functools
+import queue
 import sys
 import threading
 import types
@@ -54,8 +57,16 @@ from distjax.variables.stored_variable import StoredVariable
 #: How many objects are searched.
 _MAX_OBJECTS = 20_000
 _ARRAYS = (jax.Array, np.ndarray, np.generic, PerReplica)
-#: Classes of Python that hold what the user puts into them.
-_HOLDERS = (types.SimpleNamespace, threading.local, collections.ChainMap, collections.UserDict)
+#: Classes of libraries that hold what the user puts into them: their attributes are followed.
+_HOLDERS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    threading.local,
+    contextlib.nullcontext,
+    queue.Queue,
+    collections.abc.Mapping,  # ChainMap, UserDict, FrozenDict, configurations
+    collections.UserList,
+)
 _OF_PARTIALS = ("func", "args", "keywords")
 
 

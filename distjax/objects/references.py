@@ -21,7 +21,7 @@ from distjax.typing import PyTree
 _MAX_ITEMS = 10_000
 #: Types that refer to nothing.
 ATOMS = frozenset({int, float, bool, str, bytes, complex, types.CodeType, types.BuiltinMethodType})
-CONTAINERS = (dict, list, tuple, collections.deque, set, frozenset)
+CONTAINERS = (dict, types.MappingProxyType, list, tuple, collections.deque, set, frozenset)
 
 
 def reference_to(value: PyTree) -> Callable[[], Any]:
@@ -36,11 +36,14 @@ def items_of(value: PyTree) -> Iterator[tuple[str, Any, Any]]:
     """Yields what a container holds: (kind, key, item)."""
     if len(value) > _MAX_ITEMS:
         return
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         for key, item in list(value.items()):
+            is_plain = _is_plain_key(key)
+            if not is_plain and not isinstance(key, type):
+                yield "element", reference_to(key), key
             if type(item) in ATOMS:
                 continue
-            if not _is_plain_key(key):
+            if not is_plain:
                 yield "object item", reference_to(key), item
             else:
                 yield "item" if type(value) in _EXACT else "dict item", key, item
@@ -52,7 +55,7 @@ def items_of(value: PyTree) -> Iterator[tuple[str, Any, Any]]:
         yield from (("item", i, x) for i, x in kept)
 
 
-_EXACT = (dict, collections.OrderedDict)
+_EXACT = (dict, collections.OrderedDict, types.MappingProxyType)
 
 
 def _is_plain_key(key: Hashable) -> bool:

@@ -54,7 +54,7 @@ def wraps_around(value: PyTree) -> str | None:
     Only host arrays and numbers of a dtype that JAX narrows (64 bits, without
     `jax_enable_x64`) are read.
 
-    Cost: 1 ms for a million integers; 0.2 microseconds for any other value.
+    Cost: 0.24 ms for a million integers; 0.2 microseconds for any other value.
     """
     if not is_narrowed(value) or not value.size:
         return None

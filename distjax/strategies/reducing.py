@@ -181,8 +181,13 @@ def _reduce_elsewhere(
         return leaf
     array = np.asarray(leaf)
     module = np if array.dtype.isbuiltin == 1 else jnp  # numpy sums bfloat16 in bfloat16
-    reduced = module.sum if op is ReduceOp.SUM else module.mean
-    return jnp.asarray(reduced(array, axis=axes))
+    if op is ReduceOp.MEAN:
+        return jnp.asarray(module.mean(array, axis=axes))
+    # The dtype of a sum on devices, where numpy's would be wider.
+    dtype = np.int32 if array.dtype == np.bool_ else array.dtype
+    total = module.sum(array, axis=axes, dtype=dtype)
+    require_held(total, "reduce(SUM)")
+    return jnp.asarray(total)
 
 
 def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
@@ -229,6 +234,7 @@ def _reduce_masked(
     extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
     is_sum = op is ReduceOp.SUM
+    require_held(value, f"reduce({op.name})")
     value, mask = _read_foreign(extended, value, is_sum=is_sum), _read_foreign(extended, mask)
     global_value = _as_global_value(extended, value, is_sum=is_sum)
     if global_value is None:

@@ -1,9 +1,11 @@
 """What a step reached is compared before each call: where it lies, and what replaces it."""
 
+import argparse
 import collections
 import contextvars
 import functools
 import gc
+import queue
 import threading
 import types
 import weakref
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 
 import distjax as dj
 from distjax.objects.reached import Reached
@@ -87,6 +90,18 @@ def places():
     yield "chain", lambda: chain["a"].value, lambda v: chain.maps[1].update(a=v)
     user = collections.UserDict()
     yield "user dict", lambda: user["a"].value, lambda v: user.update(a=v)
+    options = argparse.Namespace()
+    yield "options", lambda: options.a.value, lambda v: setattr(options, "a", v)
+    seen = types.MappingProxyType(shown := {})
+    yield "proxy", lambda: seen["a"].value, lambda v: shown.update(a=v)
+    users = collections.UserList([None])
+    yield "user list", lambda: users[0].value, lambda v: users.__setitem__(0, v)
+    frozen = [None]
+    yield "frozen", lambda: frozen[0]["a"].value, lambda v: frozen.__setitem__(0, FrozenDict(a=v))
+    keys = {}
+    yield "keys", lambda: sum(v.value for v in keys), lambda v: (keys.clear(), keys.update({v: 1}))
+    line = queue.Queue()
+    yield "queue", lambda: line.queue[0].value, lambda v: (line.queue.clear(), line.put(v))
     yield "globals", lambda: globals()["NAMED"].value, lambda v: globals().update(NAMED=v)
     yield "context", lambda: CONTEXT.get().value, CONTEXT.set
     default = lambda v=None: v.value

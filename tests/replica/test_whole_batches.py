@@ -170,3 +170,9 @@ def a_counter(s):
 )
 def test_right_steps_are_silent(step):
     silently(step, PAIR)
+
+
+def test_a_part_that_is_captured_is_refused():
+    (x,) = PAIR.distribute_dataset([batch()])
+    with pytest.raises(TypeError, match="The PerReplica is not an argument of .*lambda"):
+        silently(lambda: PAIR.run(lambda w: sgd(w, x), args=(jnp.ones(3),)))

@@ -8,6 +8,7 @@ import pytest
 import distjax as dj
 
 PAIR = dj.MirroredStrategy(jax.devices()[:2])
+ONE = dj.OneDeviceStrategy()
 
 WIDE = {
     "int64": np.array([2**40, 1]),
@@ -34,6 +35,8 @@ DOORS = {
     ),
     "broadcast_to": lambda x: PAIR.extended.broadcast_to(x),
     "a value for destinations": lambda x: PAIR.extended.reduce_to("mean", x, destinations=None),
+    "reduce(MEAN)": lambda x: PAIR.reduce("mean", x, mask=np.ones(x.shape, bool)),
+    "reduce(SUM)": lambda x: ONE.reduce("sum", x, axis=0, mask=np.ones(x.shape, bool)),
     "an argument of ": lambda x: PAIR.run(lambda a: a, args=({"a": x},)),
     "an argument": lambda x: PAIR.run(lambda a=None: a, kwargs={"a": x}),
     "an argument of": lambda x: dj.jit(lambda a: a)(x),
@@ -77,6 +80,13 @@ def test_every_call_of_a_step_is_checked_and_changes_nothing():
         with pytest.raises(OverflowError, match="an argument of .*step needs integers that int32"):
             PAIR.run(step, args=(np.array([i, 2**31]),))
     assert v.value.tolist() == [6, 6]
+
+
+def test_a_sum_on_the_host_is_right_or_refused():
+    assert int(ONE.reduce("sum", np.array([2**31, -(2**31), 5]), axis=0)) == 5
+    with pytest.raises(OverflowError, match="SUM. needs integers that int32 holds"):
+        ONE.reduce("sum", np.full(3, 2**30), axis=0)
+    assert float(PAIR.reduce("mean", np.array([2**40, 2**41]), axis=0)) == 1.5 * 2**40
 
 
 def test_the_fix_works():

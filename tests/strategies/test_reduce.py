@@ -155,7 +155,23 @@ def test_plain_values_are_summed_as_exactly_as_those_on_replicas(pair, dtype):
     mean = pair.reduce("mean", ones, axis=0)
     on_replicas = pair.reduce("mean", pair.extended.broadcast_to(ones), axis=0)
     assert float(mean) == float(on_replicas) == 1 and mean.dtype == on_replicas.dtype
-    assert float(dj.OneDeviceStrategy().reduce("sum", ones, axis=0)) == 1000
+    one = dj.OneDeviceStrategy()
+    total, on_device = one.reduce("sum", ones, axis=0), one.reduce("sum", jnp.asarray(ones), axis=0)
+    assert float(total) == float(on_device) == (1000 if dtype != "int8" else 1000 - 4 * 256)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "uint16", "int32"])
+def test_a_sum_has_the_dtype_of_a_psum_wherever_the_value_is(dtype):
+    """Decision 6: numpy and jnp would make a sum over an axis wider."""
+    x = np.arange(200).astype(dtype)
+    with np.errstate(over="ignore"):
+        right = x.sum(dtype=np.int32 if dtype == "bool" else dtype)
+    for s in dj.OneDeviceStrategy(), dj.VirtualStrategy(1), dj.MirroredStrategy(jax.devices()[:1]):
+        for value in (x, s.extended.broadcast_to(x), s.run(lambda a: a, args=(x,))):
+            total = s.reduce("sum", value, axis=0)
+            assert (total.dtype, int(total)) == (right.dtype, int(right))
+            masked = s.reduce("sum", value, axis=0, mask=np.ones(200, bool))
+            assert (masked.dtype, int(masked)) == (right.dtype, int(right))
 
 
 def test_r121_mirrored_variable(pair, how):

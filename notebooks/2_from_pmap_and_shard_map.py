@@ -114,8 +114,8 @@ print("check_vma=True ", w_checked)
 strategy = dj.MirroredStrategy(axis_name="batch")
 w = jnp.zeros(3)
 distjax_losses = []
-for features, targets in strategy.distribute_dataset(list(zip(x, y, strict=True))):
-    w, loss = strategy.run(train_step, args=(w, features, targets))
+for batch in strategy.distribute_dataset(list(zip(x, y, strict=True))):
+    w, loss = strategy.run(train_step, args=(w, *batch))
     distjax_losses.append(float(loss))
 print("state", w.shape, dj.locality(w))
 w
@@ -157,8 +157,8 @@ hand_written = jax.jit(
         check_vma=False,
     )
 )
-explained = dj.explain(train_step, w, features, targets, strategy=strategy)
-compiled = hand_written.lower(w, x[0], y[0]).compile()
+explained = dj.explain(train_step, jnp.zeros(3), *batch, strategy=strategy)
+compiled = hand_written.lower(jnp.zeros(3), x[0], y[0]).compile()
 print("by hand", count_collectives(compiled.as_text()))
 print("distjax", explained.compiled_counts)
 
@@ -174,7 +174,7 @@ def forgetful_step(w, x, y):
     return w - 0.1 * jax.grad(loss_fn)(w, x, y)
 
 
-models = strategy.run(forgetful_step, args=(jnp.zeros(3), features, targets))
+models = strategy.run(forgetful_step, args=(jnp.zeros(3), *batch))
 models
 
 # %%

@@ -56,7 +56,6 @@ def train_step(w, x, y):
 
 # %%
 num_devices = jax.local_device_count()
-curves = {}
 
 
 def shard(x):
@@ -67,10 +66,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     p_train_step = jax.pmap(train_step, axis_name="batch")
 w = jnp.stack([jnp.zeros(3)] * num_devices)
-curves["pmap"] = []
+pmap_losses = []
 for features, targets in zip(x, y, strict=True):
     w, loss = p_train_step(w, shard(features), shard(targets))
-    curves["pmap"].append(float(loss[0]))
+    pmap_losses.append(float(loss[0]))
 print("state", w.shape, "loss", loss.shape)
 w[0]
 
@@ -100,8 +99,8 @@ def by_hand(check_vma):
     return w, losses
 
 
-w, curves["shard_map"] = by_hand(check_vma=False)
-w_checked, curves["shard_map, check_vma=True"] = by_hand(check_vma=True)
+w, shard_map_losses = by_hand(check_vma=False)
+w_checked, checked_losses = by_hand(check_vma=True)
 print("check_vma=False", w)
 print("check_vma=True ", w_checked)
 
@@ -114,23 +113,28 @@ print("check_vma=True ", w_checked)
 # %%
 strategy = dj.MirroredStrategy(axis_name="batch")
 w = jnp.zeros(3)
-curves["distjax"] = []
-for features, targets in strategy.distribute_dataset(list(zip(x, y, strict=True))):
-    w, loss = strategy.run(train_step, args=(w, features, targets))
-    curves["distjax"].append(float(loss))
+distjax_losses = []
+for batch in strategy.distribute_dataset(list(zip(x, y, strict=True))):
+    w, loss = strategy.run(train_step, args=(w, *batch))
+    distjax_losses.append(float(loss))
 print("state", w.shape, dj.locality(w))
 w
 
 # %%
-styles = {"pmap": "-", "shard_map": "--", "distjax": ":", "shard_map, check_vma=True": "-"}
+curves = {
+    "pmap": (pmap_losses, "-"),
+    "shard_map": (shard_map_losses, "--"),
+    "distjax": (distjax_losses, ":"),
+    "shard_map, check_vma=True": (checked_losses, "-"),
+}
 fig, ax = plt.subplots(figsize=(6, 2.8))
-for name, style in styles.items():
-    ax.semilogy(np.minimum(curves[name], 1e4), style, lw=2, label=name)
+for name, (losses, style) in curves.items():
+    ax.semilogy(np.minimum(losses, 1e4), style, lw=2, label=name)
 ax.set_xlabel("step")
 ax.set_ylabel("loss")
 ax.legend(fontsize=8)
 fig.tight_layout()
-print("distjax as pmap:", np.allclose(curves["distjax"], curves["pmap"], rtol=1e-5))
+print("distjax as pmap:", np.allclose(distjax_losses, pmap_losses, rtol=1e-5))
 
 # %% [markdown]
 # Three curves lie on each other. The fourth has eight times the gradient, which here is more than
@@ -153,8 +157,8 @@ hand_written = jax.jit(
         check_vma=False,
     )
 )
-explained = dj.explain(train_step, w, features, targets, strategy=strategy)
-compiled = hand_written.lower(w, x[0], y[0]).compile()
+explained = dj.explain(train_step, jnp.zeros(3), *batch, strategy=strategy)
+compiled = hand_written.lower(jnp.zeros(3), x[0], y[0]).compile()
 print("by hand", count_collectives(compiled.as_text()))
 print("distjax", explained.compiled_counts)
 
@@ -170,7 +174,7 @@ def forgetful_step(w, x, y):
     return w - 0.1 * jax.grad(loss_fn)(w, x, y)
 
 
-models = strategy.run(forgetful_step, args=(jnp.zeros(3), features, targets))
+models = strategy.run(forgetful_step, args=(jnp.zeros(3), *batch))
 models
 
 # %%

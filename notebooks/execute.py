@@ -2,7 +2,7 @@
 
     python notebooks/execute.py            # changes no file
     python notebooks/execute.py --write    # writes the .ipynb files anew, with their outputs
-    python notebooks/execute.py --again    # runs each cell twice, as a reader may; writes nothing
+    python notebooks/execute.py --again    # as a reader may: each cell twice, then in any order
 
 The .py files (jupytext's percent format) are what is written and reviewed; the .ipynb files are the
 same cells with outputs. A cell that fails or warns, or a pair that differs, ends the program with
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import copy
 import pathlib
+import random
 import sys
 import tempfile
 import time
@@ -52,6 +53,14 @@ def is_pair(script: pathlib.Path) -> bool:
     return path.exists() and sources(nbformat.read(path, 4)) == sources(read_script(script))
 
 
+def run_again(notebook: nbformat.NotebookNode, seed: int) -> None:
+    """Puts each cell in twice, and then all of them once more, in an order drawn from `seed`."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shuffled = random.Random(seed).sample(cells, len(cells))
+    twice = [cell for cell in cells for _ in range(2)]
+    notebook.cells = [copy.deepcopy(cell) for cell in [*twice, *shuffled]]
+
+
 def warnings_of(notebook: nbformat.NotebookNode) -> list[str]:
     """What its cells have written to stderr: a reader would take it for a fault."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -89,7 +98,8 @@ def main() -> int:
     """Executes all notebooks; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the .ipynb files anew")
-    parser.add_argument("--again", action="store_true", help="run each cell twice")
+    parser.add_argument("--again", action="store_true", help="each cell twice, then in any order")
+    parser.add_argument("--seed", type=int, default=0, help="of that order (0)")
     given = parser.parse_args()
     write = given.write and not given.again
     faults = []
@@ -97,7 +107,7 @@ def main() -> int:
         start = time.perf_counter()
         notebook = read_script(script)
         if given.again:
-            notebook.cells = [copy.deepcopy(cell) for cell in notebook.cells for _ in range(2)]
+            run_again(notebook, given.seed)
         asyncio.run(execute(notebook, script.parent))
         if write:
             nbformat.write(notebook, script.with_suffix(".ipynb"))

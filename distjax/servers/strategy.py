@@ -38,9 +38,9 @@ from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
 from distjax.servers.threads import ThreadEngine
 from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.inspection import StrategyDescription
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
-from distjax.strategies.strategy_description import StrategyDescription
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable
 from distjax.variables.partitioners import Partitioner, require_partitioner

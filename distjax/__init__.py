@@ -37,19 +37,20 @@ from distjax.servers.calls import RemoteValue
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues
 from distjax.servers.strategy import ParameterServerStrategy
-from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.mirrored import MirroredStrategy
-from distjax.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from distjax.strategies.one_device import OneDeviceStrategy
+from distjax.strategies.mirrored import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    TPUStrategy,
+    VirtualStrategy,
+)
 from distjax.strategies.pmap import pmap
-from distjax.strategies.sharded import ShardedStrategy
+from distjax.strategies.sharded import CentralStorageStrategy, ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
-from distjax.strategies.tpu import TPUStrategy
 from distjax.strategies.values import ValueContext, locality
-from distjax.strategies.virtual import VirtualStrategy
 from distjax.variables.variable import Variable
 
 __version__ = "0.1.0"

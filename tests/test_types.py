@@ -16,7 +16,6 @@ ANY_ARGUMENTS = {
     "objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
     "replica/replica_trace.py _name_after(traced)": "a function that is given attributes of JAX's",
     "servers/strategy.py create_variable(options)": "those of `make_variable`, handed on",
-    "strategies/default.py create_variable(options)": "those of `make_variable`, handed on",
     "strategies/extended.py create_variable(options)": "those of `make_variable`, handed on",
 }
 

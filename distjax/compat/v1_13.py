@@ -37,7 +37,7 @@ from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
-from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
+from distjax.strategies.mirrored import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
 from distjax.typing import DatasetLike, PyTree
 from distjax.variables.variable import Variable

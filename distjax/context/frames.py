@@ -18,7 +18,6 @@ from distjax import inner_traces, jax_compat
 from distjax.context.contracts import StrategyLike, VariableLike
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
-from distjax.placement.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +31,6 @@ class Frame:
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so methods of either kind may be called.
-      axis_name: the replica axis name in this call (`dj.pmap`); None: the strategy's.
       from_set_strategy: whether `set_strategy` pushed this frame.
       observer: an `Observer`, told what traces within this frame prove; None defers to the
         enclosing frames, MUTED silences them.
@@ -44,7 +42,6 @@ class Frame:
     in_update: bool = False
     colocate_with: Any = None
     allows_both: bool = False
-    axis_name: str | None = None
     from_set_strategy: bool = False
     observer: Any = None
 
@@ -213,11 +210,6 @@ def without_observer() -> Generator[None]:
         return
     with with_frame(dataclasses.replace(current(), observer=MUTED)):
         yield
-
-
-def replica_axis(topology: Topology) -> str:
-    """Returns the replica axis name of `topology` in the running code."""
-    return current().axis_name or topology.axis_name
 
 
 # -- permissions --------------------------------------------------------------

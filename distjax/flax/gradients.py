@@ -25,7 +25,7 @@ from distjax.flax.layouts import gradient_form
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.global_value import from_user_value, replica_aval, stack_replicas
-from distjax.strategies.contracts import ExtendedContract
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.layouts.local_form import LocalForm
@@ -302,7 +302,7 @@ class _Update:
 
 
 def _reduce_gradients(
-    extended: ExtendedContract,
+    extended: StrategyExtended,
     op: ReduceOp,
     grads: Sequence[Any],
     params: Sequence[Any],

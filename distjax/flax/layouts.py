@@ -21,8 +21,8 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.replica.output_layout import AlreadyPlaced
-from distjax.strategies.contracts import ExtendedContract
-from distjax.strategies.destinations import reduction_layout
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.reducing import reduction_layout
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.local_form import LocalForm
@@ -61,7 +61,7 @@ class _Parameter:
     layout: Layout
 
 
-def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm:
+def gradient_form(extended: StrategyExtended, parameter: jax.Array) -> LocalForm:
     """Returns the local form of a gradient that is reduced to a parameter."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))

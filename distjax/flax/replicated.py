@@ -15,7 +15,7 @@ from distjax.errors import ContextError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.transfer import transfer
 from distjax.replica.partitioned_tree import is_array
-from distjax.strategies.rows import place_rows, require_rows
+from distjax.strategies.values import place_rows, require_rows
 from distjax.typing import PyTree
 
 

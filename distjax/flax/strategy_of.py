@@ -10,7 +10,7 @@ from flax import nnx
 
 from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
-from distjax.strategies.identity import are_equal
+from distjax.strategies.strategy import are_equal
 from distjax.typing import PyTree
 
 # Keyed by id, since objects may define equality, and weak, so that they can die.

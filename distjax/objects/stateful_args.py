@@ -42,7 +42,6 @@ from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.partitioned_tree import Static, is_one_leaf
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.run import run_in_trace
-from distjax.replica.run_options import AS_RUN, RunOptions
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -134,7 +133,6 @@ class StatefulArgs:
         args: tuple[PyTree, ...],
         keywords: ObjectKeywords,
         state: TraceState,
-        options: RunOptions = AS_RUN,
     ) -> tuple[ResultTree, TracedCall, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
@@ -151,7 +149,7 @@ class StatefulArgs:
             (*args, keywords.captured),
             keywords.kwargs,
             state,
-            options.for_first_of(3),
+            returns_object_state=True,
         )
         stored = self._split.combine_writes(traced.outcome, finals, strategy)
         return take_apart(result), traced, stored
@@ -302,15 +300,14 @@ def run_here(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: TraceState,
-    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
     with _checking_trace(fn, is_whole_program=False):
         if stateful is None:
-            return run_in_trace(strategy, fn, args, kwargs, state, options)
+            return run_in_trace(strategy, fn, args, kwargs, state)
         call = stateful.args, stateful.kwargs
-        return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))()
+        return stateful.finish(stateful.emit_run(strategy, fn, *call, state))()
 
 
 def emit_run(
@@ -319,7 +316,6 @@ def emit_run(
     args: tuple[Any, ...],
     kwargs: dict[str, PyTree] | ObjectKeywords,
     state: TraceState,
-    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica; objects are passed as arrays in the arguments.
 
@@ -328,9 +324,9 @@ def emit_run(
     """
     with _checking_trace(fn):
         if isinstance(kwargs, ObjectKeywords):
-            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
+            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state)
         _require_no_state(fn, args, kwargs)
-        return run_in_trace(strategy, fn, args, kwargs, state, options)
+        return run_in_trace(strategy, fn, args, kwargs, state)
 
 
 def emit_call(

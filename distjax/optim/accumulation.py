@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.replica import lax
-from distjax.strategies.contracts import ExtendedContract
-from distjax.strategies.destinations import reduction_layout
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.reducing import reduction_layout
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.variable import Variable
 
@@ -42,7 +42,7 @@ class Accumulation:
 
     def __init__(
         self,
-        extended: ExtendedContract,
+        extended: StrategyExtended,
         variables: Sequence[Variable],
         num_steps: int,
         op: ReduceOp,

@@ -11,7 +11,7 @@ import numpy as np
 from distjax.errors import LocalityError, StrategyMismatchError, describe_value, message
 from distjax.modes import VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
-from distjax.strategies.contracts import ExtendedContract
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.values import is_mirrored
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
@@ -173,7 +173,7 @@ def require_one_value(extra: dict[str, Any]) -> None:
 
 
 def require_placed(
-    extended: ExtendedContract, grads: Sequence[Any], variables: Sequence[Variable]
+    extended: StrategyExtended, grads: Sequence[Any], variables: Sequence[Variable]
 ) -> None:
     """Raises a ValueError if a gradient to be summed over replicas is not on them."""
     for gradient, variable in zip(grads, variables, strict=True):

@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from distjax.errors import message
 from distjax.replica.partitioned_tree import is_array
-from distjax.strategies.contracts import ExtendedContract
+from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.variable import Variable
@@ -85,7 +85,7 @@ class _Owned:
 
 
 def make_state(
-    tx: optax.GradientTransformationExtraArgs, extended: ExtendedContract, variables: PyTree
+    tx: optax.GradientTransformationExtraArgs, extended: StrategyExtended, variables: PyTree
 ) -> OptimizerState:
     """Returns the initial state of `tx` for `variables`, as new variables.
 

@@ -10,9 +10,8 @@ private and may change without notice.
 """
 
 from distjax.placement.topology import Topology, mesh_topology, one_device_topology
-from distjax.strategies.central_storage import CentralStoragePlacement
 from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.sharded import ShardedPlacement
+from distjax.strategies.sharded import CentralStoragePlacement, ShardedPlacement
 from distjax.variables.layouts.host import HostLayout
 from distjax.variables.layouts.host_sharded import HostShardedLayout
 from distjax.variables.layouts.layout import Layout

@@ -180,21 +180,6 @@ def _mesh_topology(
     return Topology(devices, num_replicas, axis_name, mesh, model_axes)
 
 
-def renamed_topology(topology: Topology, axis_name: str) -> Topology:
-    """Returns the same replicas and devices with the replica axis renamed.
-
-    Raises:
-      ValueError: the name is not a string, or is that of a model axis.
-    """
-    if axis_name == topology.axis_name:
-        return topology
-    require_axis_name(axis_name)
-    if topology.mesh is None:
-        return _one_device_topology(topology.devices[0], topology.num_replicas, axis_name)
-    _require_axes(topology.devices, axis_name, dict(topology.model_axes))
-    return _mesh_topology(topology.devices, axis_name, topology.model_axes)
-
-
 def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
     """Returns a topology in which R replicas share one device."""
     if not isinstance(device, jax.Device):

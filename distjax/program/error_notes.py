@@ -41,19 +41,18 @@ _STRUCT_NOTE = (
 )
 
 
-def add_cause_note(error: Exception, strategy: StrategyLike, axis_name: str | None = None) -> None:
+def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
     """Adds a note to a JAX error with what distjax knows about its cause.
 
     Args:
       error: the error.
       strategy: the strategy that ran.
-      axis_name: the name of the replica axis in this call, if it differs.
     """
     add_argument_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:
-        name = axis_name or strategy.extended.public_axis_name
+        name = strategy.extended.public_axis_name
         error.add_note(
             f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
             f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from distjax import jax_compat, user_lines
-from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn
@@ -44,8 +43,6 @@ def add_value_note(
     name: str = "",
     paths: Sequence[str] = (),
     leaves: Sequence[Any] = (),
-    *,
-    is_pmap: bool = False,
 ) -> None:
     """Adds a note to an error of JAX about a traced value; at most one, by the innermost trace.
 
@@ -54,7 +51,6 @@ def add_value_note(
       name: the user's name for the function that was traced.
       paths: the user's paths to the arrays that it was traced with.
       leaves: these arrays.
-      is_pmap: whether `dj.pmap` traced it.
     """
     text = str(error)
     if not isinstance(error, _TRACED_VALUE) and not _AS_VALUE.search(text):
@@ -66,8 +62,6 @@ def add_value_note(
         numbers = " and ".join(dict.fromkeys(paths[i] for i in named))
         first = paths[named[0]]
         fix = f"dj.static({first}) in place of {first}, where the step is called"
-        if is_pmap:
-            fix += f"; or dj.pmap({name}, static_broadcasted_argnums=...)"
         why = f"argument {numbers} of {name} may change from call to call"
     elif isinstance(error, jax.errors.TracerBoolConversionError):
         why = "`if`, `while`, `and` decide once, and one trace serves all calls and replicas"
@@ -164,19 +158,28 @@ def require_own_axis(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
     JAX gives them the vmap's axis if the mesh has an axis of the same name.
     """
     axis_name = topology.axis_name
-    in_replica = any(frame.replica_context is not None for frame in frames.stack())
-    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
+    in_replica = any(frame.is_replica for frame in frames.stack())
+    if topology.mesh is None or in_replica or not _is_bound(axis_name):
         return
     if next(Analysis(axis_name).collectives(jaxpr), None) is None:
         return
     raise ValueError(
         message(
-            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
+            f"{name} needs an axis_name that no jax.vmap around it has",
             got=f"{axis_name!r}, for both",
             why="JAX would run its collectives over the vmap's axis, as it does under jax.pmap",
             fix=f"jax.vmap(fn, axis_name='rows'), or any name but {axis_name!r}",
         )
     )
+
+
+def _is_bound(name: str) -> bool:
+    """Returns whether an axis of this name is bound here."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def _shard_maps(eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -61,7 +61,7 @@ class ReplicaContext:
 
     @property
     def _axis_name(self) -> str:
-        return frames.replica_axis(self._strategy.extended.topology)
+        return self._strategy.extended.topology.axis_name
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -61,7 +61,7 @@ def trace_replica(
     outer: TraceState,
     topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it, with the axis name of `topology`."""
+    """Traces ``fn`` once, as one replica sees it."""
     found: dict[str, Any] = {}
 
     def traced(*local: jax.Array) -> list[Any]:
@@ -74,8 +74,7 @@ def trace_replica(
         context = ReplicaContext(strategy, localities)
         error, written = None, []
         try:
-            frame = Frame(strategy, context, state, axis_name=topology.axis_name)
-            with frames.with_frame(frame):
+            with frames.with_frame(Frame(strategy, context, state)):
                 result = PartitionedTree(require_finished(fn(*args, **kwargs), fn), is_array)
             if context.merge_error is not None:
                 raise context.merge_error

@@ -6,7 +6,9 @@ code in the outer trace and proves which values are equal; mistakes are found in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, require_same_topology
-from distjax.placement.topology import Topology, renamed_topology
+from distjax.placement.topology import Topology
 from distjax.replica.body_errors import (
     add_captured_note,
     add_keys_note,
@@ -44,11 +46,9 @@ from distjax.replica.global_value import (
     from_variable,
     to_variable,
 )
-from distjax.replica.mapped_results import DataFlow, stack_results
 from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_object_state
 from distjax.replica.reasons import Reasons
 from distjax.replica.replica_trace import ReplicaTrace, keep_created, trace_replica
-from distjax.replica.run_options import AS_RUN, AS_VALUES, RunOptions
 from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
 from distjax.replica.user_names import function_name, positional_names, user_path
@@ -72,13 +72,44 @@ class _Emitted(NamedTuple):
     finals: Sequence[GlobalValue]
 
 
+class Traced(NamedTuple):
+    """What a layer may see of the trace of a replica function: see `watching_traces`.
+
+    Attributes:
+      jaxpr: one replica's view of it.
+      varying: whether each of its inputs may differ per replica.
+      result: the tree of its results, whose arrays are the first outputs of `jaxpr`.
+      axis_name: the name of the replica axis.
+    """
+
+    jaxpr: jax_compat.Jaxpr
+    varying: Sequence[bool]
+    result: PartitionedTree
+    axis_name: str
+
+
+_watch: ContextVar[list[Traced] | None] = ContextVar("distjax_traces", default=None)
+
+
+@contextlib.contextmanager
+def watching_traces() -> Generator[list[Traced]]:
+    """A context that gives what replica functions were traced to in it."""
+    traces: list[Traced] = []
+    token = _watch.set(traces)
+    try:
+        yield traces
+    finally:
+        _watch.reset(token)
+
+
 def run_in_trace(
     strategy: StrategyLike,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outer: TraceState,
-    options: RunOptions = AS_RUN,
+    *,
+    returns_object_state: bool = False,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
 
@@ -88,14 +119,14 @@ def run_in_trace(
       args: positional arguments, in the global view.
       kwargs: keyword arguments.
       outer: the variable state around the call.
-      options: how this call departs from `run`.
+      returns_object_state: whether the user's results are the first of a tuple of trees. The
+        others are state of objects, which rules later turn into single values.
 
     Returns:
       The results in the global view: arrays if proved equal, else PerReplica; Python
-      objects and variables unchanged. Or as specified by `options`.
+      objects and variables unchanged.
     """
     topology = strategy.extended.topology
-    named = renamed_topology(topology, options.axis_name or topology.axis_name)
     names = positional_names(fn)
     feedback = _compare_feedback(fn, names, args, kwargs, outer)
     args, kwargs = without_expectations(args, kwargs, outer.expectations)
@@ -105,16 +136,15 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    traced = _trace_valid(strategy, fn, given, outer, named, options)
-    if options.axis_name is not None:
-        require_own_axis(given.name, traced.jaxpr, named)
+    traced = _trace_valid(strategy, fn, given, outer, topology)
+    require_own_axis(given.name, traced.jaxpr, topology)
     try:
-        outs = _emit(named, traced, global_values, outer)
+        outs = _emit(topology, traced, global_values, outer)
     except BaseException as error:
         if not traced.created:
             raise
         traced = keep_created(traced, error)
-        outs = _emit(named, traced, global_values, outer)
+        outs = _emit(topology, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     _bind_created(traced.created, outs[num_results + num_written :], outer, topology)
@@ -122,11 +152,13 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    facts = _tell_findings(fn, _Emitted(given, traced, results, finals), outer, named, options)
+    emitted = _Emitted(given, traced, results, finals)
+    facts = _tell_findings(fn, emitted, outer, topology, returns_object_state)
     pinned = _pin_results(results, topology)
-    if options.out_axes is not AS_VALUES:
-        flow = DataFlow(traced.jaxpr, global_values, named.axis_name)
-        return stack_results(given.name, traced.result, pinned, flow, topology, options)
+    watch = _watch.get()
+    if watch is not None:
+        varying = [x.varying for x in global_values]
+        watch.append(Traced(traced.jaxpr, varying, traced.result, topology.axis_name))
     values = [as_user_value(r, topology) for r in pinned]
     _remember_results(values, facts, topology)
     result = traced.result.combine(values)
@@ -167,13 +199,13 @@ def _tell_findings(
     emitted: _Emitted,
     outer: TraceState,
     topology: Topology,
-    options: RunOptions,
+    returns_object_state: bool,
 ) -> list[Fact]:
     """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
     given, traced, results, _ = emitted
     is_alone = topology.num_replicas == 1
     own = results
-    if options.returns_object_state:
+    if returns_object_state:
         own = results[: sum(path.startswith("[0]") for path in traced.result.paths)]
     env = examine(traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results))
     _tell_observer(emitted, {} if is_alone else env, topology)
@@ -184,13 +216,12 @@ def _tell_findings(
         given = given._replace(values=as_if_several(given.values, inputs))
         results = as_if_several(results, facts)
         own = results[: len(own)]
-    if options.out_axes is AS_VALUES:
-        known, meant = (inputs, facts), outer.expectations
-        if not check_state(fn, given, traced.result, results, known, meant, is_alone=is_alone):
-            paths = traced.result.paths[: len(own)]
-            if own is not results:
-                paths = [path.removeprefix("[0]") for path in paths]
-            report_lone_updates(facts[: len(own)], paths, own, given, meant)
+    known, meant = (inputs, facts), outer.expectations
+    if not check_state(fn, given, traced.result, results, known, meant, is_alone=is_alone):
+        paths = traced.result.paths[: len(own)]
+        if own is not results:
+            paths = [path.removeprefix("[0]") for path in paths]
+        report_lone_updates(facts[: len(own)], paths, own, given, meant)
     return facts
 
 
@@ -237,15 +268,13 @@ def _trace_valid(
     given: Given,
     outer: TraceState,
     topology: Topology,
-    options: RunOptions,
 ) -> ReplicaTrace:
     """Traces ``fn``; raises if it does what a replica cannot do."""
     try:
         traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
     except (AttributeError, TypeError, jax.errors.JAXTypeError) as error:
-        is_pmap = options.out_axes is not AS_VALUES
         add_captured_note(error, given.name)
-        add_value_note(error, given.name, given.paths, given.partitioned.leaves, is_pmap=is_pmap)
+        add_value_note(error, given.name, given.paths, given.partitioned.leaves)
         raise
     except ValueError as error:
         arguments = given.name, given.paths, given.partitioned.leaves

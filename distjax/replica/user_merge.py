@@ -213,7 +213,7 @@ class UserMerge:
         return outs, list(map(state.read, self.trace.written))
 
     def _require_no_bare_collective(self, jaxpr: jax_compat.Jaxpr) -> None:
-        axis_name = frames.replica_axis(self.topology)
+        axis_name = self.topology.axis_name
         found = next(Analysis(axis_name).collectives(jaxpr), None)
         if found is None:
             return

@@ -38,11 +38,10 @@ from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
 from distjax.servers.threads import ThreadEngine
 from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.inspection import StrategyDescription
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
-from distjax.strategies.strategy_description import StrategyDescription
 from distjax.typing import PositionalArgs, PyTree, VariableModes
-from distjax.variables.construct import make_variable
 from distjax.variables.partitioners import Partitioner, require_partitioner
 from distjax.variables.policy import policy_at_servers
 from distjax.variables.storage import StoredArray
@@ -111,23 +110,15 @@ class ParameterServerExtended(StrategyExtended):
 
     # -- variables ------------------------------------------------------------
 
-    @user_mesh.ignores_user_mesh
     def create_variable(
         self, initial_value: PyTree, *, name: str, modes: VariableModes, **options: Any
     ) -> Variable:
         """Makes a variable at a server (called by `Variable`)."""
         _require_modes(modes, name)
-        variable = make_variable(
-            self.strategy,
-            self.placement,
-            initial_value,
-            name=name,
-            modes=modes,
-            find_policy=functools.partial(policy_at_servers, num_replicas=self.num_replicas),
-            **options,
+        find_policy = functools.partial(policy_at_servers, num_replicas=self.num_replicas)
+        return super().create_variable(
+            initial_value, name=name, modes=modes, find_policy=find_policy, **options
         )
-        self.variables.add(variable)
-        return variable
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""

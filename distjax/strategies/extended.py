@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 
@@ -24,8 +24,7 @@ from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.call_checks import require_call
-from distjax.strategies import colocation, job_devices, reducing, update, values
-from distjax.strategies.component_registry import ComponentRegistry
+from distjax.strategies import job_devices, reducing, updating, values
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
@@ -33,6 +32,34 @@ from distjax.variables.storage import StoredArray, VariableLock
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Method = Callable[Concatenate["StrategyExtended", _P], _R]
+
+
+def _off_user_mesh(method: _Method[_P, _R]) -> _Method[_P, _R]:
+    """Wraps a method so that a mesh set by the user does not apply to the strategy's own arrays."""
+
+    @functools.wraps(method)
+    def call(self: StrategyExtended, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self.is_default or not user_mesh.has_user_mesh():
+            return method(self, *args, **kwargs)
+        return user_mesh.ignores_user_mesh(functools.partial(method, self))(*args, **kwargs)
+
+    return call
+
+
+def _cross_replica(method: _Method[_P, _R]) -> _Method[_P, _R]:
+    """Wraps a method that needs cross-replica context of the strategy, or the default context."""
+    name, off_mesh = method.__name__, _off_user_mesh(method)
+
+    @functools.wraps(method)
+    def call(self: StrategyExtended, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        frames.require_cross_replica(self.strategy, name)
+        return off_mesh(self, *args, **kwargs)
+
+    return call
 
 
 class StrategyExtended:
@@ -80,7 +107,7 @@ class StrategyExtended:
         self._run_programs = FunctionCache(functools.partial(make_run_program, self))
         self.variable_lock = VariableLock()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
-        self._containers = ComponentRegistry()
+        self._containers = values.ComponentRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: OwningStrategy) -> None:
@@ -146,13 +173,14 @@ class StrategyExtended:
 
     # -- cross-replica operations ---------------------------------------------
 
+    @_cross_replica
     def reduce(
         self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
     ) -> Any:
         """Reduces over the replicas: see `Strategy.reduce`."""
-        frames.require_cross_replica(self.strategy, "reduce")
         return reducing.reduce(self, op, value, axis, mask)
 
+    @_cross_replica
     def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
         """Returns `value` reduced over the replicas, on `destinations`.
 
@@ -169,9 +197,10 @@ class StrategyExtended:
           ValueError, LocalityError: as for `Strategy.reduce`; ValueError: no destination.
         Source: tf.distribute.StrategyExtended.reduce_to (TF 1.13).
         """
-        frames.require_cross_replica(self.strategy, "reduce_to")
-        return reducing.batch_reduce_to(self, op, [(value, destinations)])[0]
+        pairs = [(value, destinations)]
+        return reducing.batch_reduce_to(self, op, pairs, self.communication)[0]
 
+    @_cross_replica
     def batch_reduce_to(
         self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
     ) -> list[Any]:
@@ -187,10 +216,9 @@ class StrategyExtended:
           ValueError: an element that is not a pair; otherwise as for `reduce_to`.
         Source: tf.distribute.StrategyExtended.batch_reduce_to (TF 1.13).
         """
-        frames.require_cross_replica(self.strategy, "batch_reduce_to")
-        return reducing.batch_reduce_to(self, op, value_destination_pairs)
+        return reducing.batch_reduce_to(self, op, value_destination_pairs, self.communication)
 
-    @user_mesh.ignores_user_mesh
+    @_cross_replica
     def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
@@ -204,39 +232,38 @@ class StrategyExtended:
         Raises:
           LocalityError: a PerReplica.
         """
-        frames.require_cross_replica(self.strategy, "broadcast_to")
         return reducing.broadcast_to(self, value, destinations)
 
+    @_cross_replica
     def gather(self, value: PyTree, axis: int) -> Any:
         """Concatenates over the replicas: see `Strategy.gather`."""
-        frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
-    @user_mesh.ignores_user_mesh
+    @_off_user_mesh
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Takes values apart: see `Strategy.local_results`."""
         return values.local_results(self, value)
 
-    @user_mesh.ignores_user_mesh
+    @_off_user_mesh
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
         """Makes a PerReplica: see `Strategy.distribute_values_from_function`."""
         return values.values_from_function(self, fn)
 
     # -- input ----------------------------------------------------------------
 
+    @_cross_replica
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Splits batches over the replicas: see `Strategy.distribute_dataset`."""
-        frames.require_cross_replica(self.strategy, "distribute_dataset")
         return datasets.distribute_dataset(self.topology, dataset, options)
 
+    @_cross_replica
     def distribute_datasets_from_function(
         self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
         """Distributes a function's elements: `Strategy.distribute_datasets_from_function`."""
-        frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
-    @user_mesh.ignores_user_mesh
+    @_cross_replica
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
@@ -263,12 +290,11 @@ class StrategyExtended:
           ValueError: iterations < 1.
         Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator (TF 1.13).
         """
-        frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
-        return run_steps(self, fn, iterator, iterations, initial_loop_values)
+        return run_steps(self.step_programs, fn, iterator, iterations, initial_loop_values)
 
     # -- variables ------------------------------------------------------------
 
-    @user_mesh.ignores_user_mesh
+    @_off_user_mesh
     def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
         """Creates a variable by this strategy's policy; called by `Variable`."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
@@ -279,14 +305,14 @@ class StrategyExtended:
         """Returns the storage for the array of a new variable."""
         return StoredArray(variable.name, self.variable_lock)
 
-    @user_mesh.ignores_user_mesh
+    @_off_user_mesh
     def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
         return made
 
-    @user_mesh.ignores_user_mesh
+    @_cross_replica
     def update(
         self,
         var: Variable,
@@ -313,11 +339,9 @@ class StrategyExtended:
           TypeError: `var` is not a variable.
         Source: tf.distribute.StrategyExtended.update (TF 1.13).
         """
-        frames.require_cross_replica(self.strategy, "update")
-        args, kwargs = require_call(fn, args, kwargs, "update")
-        return update.update(self, var, fn, args, kwargs, group)
+        return updating.update(self, var, fn, *require_call(fn, args, kwargs, "update"), group)
 
-    @user_mesh.ignores_user_mesh
+    @_cross_replica
     def update_non_slot(
         self,
         colocate_with: Destinations,
@@ -342,9 +366,8 @@ class StrategyExtended:
           ValueError: devices other than the non-slot ones.
         Source: tf.distribute.StrategyExtended.update_non_slot (TF 1.13).
         """
-        frames.require_cross_replica(self.strategy, "update_non_slot")
         args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
-        return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
+        return updating.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def update_frame(self) -> Frame:
         """Returns the (cross-replica) frame in which an update runs on a copy."""
@@ -370,7 +393,7 @@ class StrategyExtended:
         Locality: variables made inside have V(variable), or N. Context: in this strategy's scope.
         Source: tf.distribute.StrategyExtended.colocate_vars_with (TF 1.13).
         """
-        return colocation.colocate(self, colocate_with_variable)
+        return updating.colocate(self, colocate_with_variable)
 
     def pause_writers(self) -> AbstractContextManager[None]:
         """Returns a context in which none of the strategy's own threads write variables.
@@ -381,7 +404,7 @@ class StrategyExtended:
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""
-        update.require_variable(v, "read_var")
+        updating.require_variable(v, "read_var")
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
@@ -390,10 +413,10 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether `v` belongs to this strategy."""
-        update.require_variable(v, "variable_created_in_scope")
+        updating.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
 
-    @user_mesh.ignores_user_mesh
+    @_off_user_mesh
     def split_components(
         self, variable: StoredVariable, stored: jax.Array
     ) -> tuple[jax.Array, ...]:

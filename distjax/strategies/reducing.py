@@ -1,4 +1,4 @@
-"""reduce, reduce_to, broadcast_to and gather, by the locality of the input.
+"""reduce, gather, reduce_to and broadcast_to, by the locality of the input.
 
 Leaves that are on the replicas become `GlobalValue`s, and one compiled call reduces all of them.
 Other leaves, such as host arrays, stand for one value that every replica has: a mean leaves them as
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax import jax_compat, user_mesh
+from distjax import jax_compat
 from distjax.cluster.writes import record_write
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
@@ -33,23 +33,25 @@ from distjax.placement.host_values import require_held, require_no_mask, without
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.row_flow import note_one_value
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark
-from distjax.strategies.contracts import ExtendedContract
-from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
 from distjax.variables.conversion import is_number
+from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import LaidOut
 
 
 def reduce(
-    extended: ExtendedContract, op: ReduceOpLike, value: PyTree, axis: AxisLike, mask: PyTree
+    extended: ExtendedForVariables, op: ReduceOpLike, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
     """Returns `value` reduced over the replicas: see `Strategy.reduce`."""
     op = as_reduce_op(op)
@@ -73,7 +75,7 @@ def reduce(
 
 
 def _reduce_leaves(
-    extended: ExtendedContract,
+    extended: ExtendedForVariables,
     op: ReduceOp,
     leaves: list[Any],
     axes: tuple[int, ...],
@@ -100,7 +102,7 @@ def _reduce_leaves(
 
 
 def _call(
-    extended: ExtendedContract,
+    extended: ExtendedForVariables,
     name: str,
     fn: Callable[..., list[Any]],
     values: Sequence[GlobalValue],
@@ -118,7 +120,7 @@ def _call(
 
 
 def _as_global_value(
-    extended: ExtendedContract,
+    extended: ExtendedForVariables,
     leaf: PyTree,
     role: str = "the value to reduce",
     *,
@@ -134,7 +136,7 @@ def _as_global_value(
     return GlobalValue(leaf, False) if is_mirrored(extended.topology, leaf) else None
 
 
-def _read_foreign(extended: ExtendedContract, leaf: PyTree, *, is_sum: bool = False) -> Any:
+def _read_foreign(extended: ExtendedForVariables, leaf: PyTree, *, is_sum: bool = False) -> Any:
     """Returns the value of another strategy's variable, if it has a single one; else `leaf`."""
     is_foreign = isinstance(leaf, Variable) and leaf.strategy is not extended.strategy
     is_refused = is_sum and extended.num_replicas > 1
@@ -142,7 +144,7 @@ def _read_foreign(extended: ExtendedContract, leaf: PyTree, *, is_sum: bool = Fa
 
 
 def _locate_variable(
-    extended: ExtendedContract, variable: Variable, role: str, *, is_sum: bool
+    extended: ExtendedForVariables, variable: Variable, role: str, *, is_sum: bool
 ) -> GlobalValue:
     if variable.policy.stacked:
         components = PerReplica(read_components(variable), variable.strategy.extended.topology)
@@ -161,7 +163,7 @@ def _locate_variable(
 
 
 def _reduce_elsewhere(
-    extended: ExtendedContract, op: ReduceOp, leaf: PyTree, axes: tuple[int, ...]
+    extended: ExtendedForVariables, op: ReduceOp, leaf: PyTree, axes: tuple[int, ...]
 ) -> Any:
     if op is ReduceOp.SUM and extended.num_replicas > 1:
         raise ValueError(
@@ -229,9 +231,8 @@ def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
     return axes
 
 
-@user_mesh.ignores_user_mesh
 def _reduce_masked(
-    extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
+    extended: ExtendedForVariables, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
     is_sum = op is ReduceOp.SUM
     require_held(value, f"reduce({op.name})")
@@ -258,11 +259,34 @@ def _reduce_masked(
     return note_one_value(out, extended.num_replicas)
 
 
+# -- gather -------------------------------------------------------------------
+
+
+def gather(extended: ExtendedForVariables, value: PyTree, axis: int) -> Any:
+    """Returns the replicas' values concatenated: see `Strategy.gather`."""
+    require_dense(value, "gather")
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    leaves = [_read_foreign(extended, leaf) for leaf in leaves]
+    global_values = [_as_global_value(extended, leaf, "the value to gather") for leaf in leaves]
+    found = [x for x in global_values if x is not None]
+    for x in found:
+        require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
+    varying = tuple(x.varying for x in found)
+    gathered = iter(_call(extended, "GATHER", gather_arrays, found, varying, axis))
+    outs = [
+        next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, outs)
+
+
 # -- reduce_to, broadcast_to --------------------------------------------------
 
 
 def batch_reduce_to(
-    extended: ExtendedContract, op: ReduceOpLike, pairs: Sequence[tuple[PyTree, Destinations]]
+    extended: ExtendedForVariables,
+    op: ReduceOpLike,
+    pairs: Sequence[tuple[PyTree, Destinations]],
+    communication: CommunicationOptions,
 ) -> list[Any]:
     """Returns the values of (value, destinations) pairs, reduced and placed."""
     op = as_reduce_op(op)
@@ -276,7 +300,7 @@ def batch_reduce_to(
         for (values, _), (_, destinations) in zip(flat, pairs, strict=True)
         for leaf in values
     ]
-    reduced = iter(_reduce_leaves(extended, op, leaves, (), extended.communication, splits))
+    reduced = iter(_reduce_leaves(extended, op, leaves, (), communication, splits))
     return [
         jax.tree.unflatten(
             treedef,
@@ -299,7 +323,7 @@ def _fitting(
 
 
 def _split_form_of(
-    extended: ExtendedContract, destinations: Destinations, leaf: PyTree
+    extended: ExtendedForVariables, destinations: Destinations, leaf: PyTree
 ) -> LocalForm | None:
     """Returns the local form of a value that the reduction is to leave split, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
@@ -312,29 +336,21 @@ def _split_form_of(
 
 def require_pairs(pairs: object) -> list[tuple[Any, Any]]:
     """Returns (value, destinations) pairs as a list, or raises a ValueError."""
-    if not isinstance(pairs, Iterable):
-        raise _pair_error(pairs)
-    return [_require_pair(pair) for pair in pairs]
+    listed: list[Any] = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    for pair in listed:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise ValueError(
+                message(
+                    "batch_reduce_to needs a sequence of (value, destinations) pairs",
+                    got=describe_value(pair),
+                    why="each value is reduced to destinations of its own",
+                    fix="batch_reduce_to('sum', [(grad, variable), ...])",
+                )
+            )
+    return [(value, destinations) for value, destinations in listed]
 
 
-def _require_pair(pair: object) -> tuple[Any, Any]:
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:
-        return pair[0], pair[1]
-    raise _pair_error(pair)
-
-
-def _pair_error(got: object) -> ValueError:
-    return ValueError(
-        message(
-            "batch_reduce_to needs a sequence of (value, destinations) pairs",
-            got=describe_value(got),
-            why="each value is reduced to destinations of its own",
-            fix="batch_reduce_to('sum', [(grad, variable), ...])",
-        )
-    )
-
-
-def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destinations) -> Any:
+def broadcast_to(extended: ExtendedForVariables, value: PyTree, destinations: Destinations) -> Any:
     """Returns copies of the leaves of `value` on `destinations`."""
     target = resolve(extended, destinations, "broadcast_to")
     ((value,), _) = mark_modules(((value,), {}))
@@ -388,21 +404,125 @@ def _is_placeable(leaf: PyTree) -> bool:
     return is_array(leaf) or is_number(leaf) or isinstance(leaf, (PerReplica, Variable))
 
 
-# -- gather -------------------------------------------------------------------
+# -- destinations ---------------------------------------------------------------
 
 
-def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
-    """Returns the replicas' values concatenated: see `Strategy.gather`."""
-    require_dense(value, "gather")
-    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    leaves = [_read_foreign(extended, leaf) for leaf in leaves]
-    global_values = [_as_global_value(extended, leaf, "the value to gather") for leaf in leaves]
-    found = [x for x in global_values if x is not None]
-    for x in found:
-        require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
-    varying = tuple(x.varying for x in found)
-    gathered = iter(_call(extended, "GATHER", gather_arrays, found, varying, axis))
-    outs = [
-        next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, outs)
+def resolve(
+    extended: ExtendedForVariables, destinations: Destinations, method: str
+) -> Sharding | None:
+    """Returns the sharding that `destinations` stands for; None: any will do.
+
+    Args:
+      extended: that of the strategy.
+      destinations: a variable, an array or PerReplica (its devices), a
+        jax.Device or its name, a sequence of them, or None (all workers).
+      method: the call's public name, for errors.
+
+    Raises:
+      ValueError: anything else, an empty sequence or string, or a device that is named twice.
+      LocalityError: an unpickled PerReplica of another number of replicas.
+    """
+    topology = extended.topology
+    if destinations is None:
+        return topology.mirrored
+    if isinstance(destinations, Variable):
+        return reduction_layout(destinations.strategy.extended, destinations).sharding
+    if isinstance(destinations, PerReplica):
+        if not destinations.topology.is_placed:  # it was unpickled
+            require_same_topology(destinations, topology, f"{method}: destinations")
+        return destinations.topology.mirrored
+    if isinstance(destinations, jax_compat.Tracer):
+        return topology.mirrored
+    if isinstance(destinations, jax.Array):
+        on_all = destinations.sharding.device_set == set(topology.devices)
+        return topology.mirrored if on_all else _over(sorted_devices(destinations), topology)
+    if isinstance(destinations, (jax.Device, str)):
+        destinations = [destinations]
+    if isinstance(destinations, (tuple, list)) and destinations:
+        devices = [_device(d, method) for d in destinations]
+        _require_once(devices, method)
+        return _over(devices, topology)
+    raise ValueError(_text(method, destinations))
+
+
+def reduction_layout(extended: ExtendedForVariables, variable: LaidOut) -> Layout:
+    """Returns the unencoded layout of a value reduced to the devices of `variable`."""
+    return extended.placement.reduction_layout(variable).unencoded(variable.shape)
+
+
+def sorted_devices(array: jax.Array) -> list[jax.Device]:
+    """Returns the devices of an array in order of their ids."""
+    return sorted(array.sharding.device_set, key=lambda d: d.id)
+
+
+def _device(item: object, method: str) -> jax.Device:
+    if isinstance(item, jax.Device):
+        return item
+    if isinstance(item, str) and item:
+        for device in jax.devices():
+            if item.lower().lstrip("/") in (
+                f"{device.platform}:{device.id}",
+                f"device:{device.platform}:{device.id}",
+            ):
+                return device
+    raise ValueError(_text(method, item))
+
+
+def _require_once(devices: list[jax.Device], method: str) -> None:
+    repeated = next((d for d in devices if devices.count(d) > 1), None)
+    if repeated is None:
+        return
+    raise ValueError(
+        message(
+            f"{method}: destinations needs to name each device once",
+            got=f"{repeated} {devices.count(repeated)} times",
+            why="a device holds one copy of a value",
+            fix=f"{method}(..., destinations=list(dict.fromkeys(devices)))",
+        )
+    )
+
+
+def _over(devices: list[jax.Device], topology: Topology) -> Sharding:
+    if tuple(devices) == topology.devices:
+        return topology.mirrored
+    elsewhere = [d for d in devices if topology.spans_processes and not _is_here(d)]
+    if elsewhere:
+        raise LocalityError(_elsewhere_text(elsewhere[0]))
+    if len(devices) == 1:
+        return jax.sharding.SingleDeviceSharding(devices[0])
+    mesh = Mesh(np.array(devices, dtype=object), ("copy",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _is_here(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _elsewhere_text(device: jax.Device) -> str:
+    return message(
+        "a destination needs devices of this process, or all devices of the strategy",
+        got=f"{device} of process {device.process_index}, in process {jax.process_index()}",
+        why="nothing is sent to single devices of other processes",
+        fix="destinations=None for all devices; or jax.local_devices()[0] on each process",
+    )
+
+
+def place_on(value: PyTree, target: Sharding | None) -> Any:
+    """Returns `value` at `target`; traced values are placed where they are used."""
+    if target is None or isinstance(value, jax_compat.Tracer):
+        return value
+    if not isinstance(value, jax.Array):
+        require_held(value, "a value for destinations")
+        return transfer(value, target) if hasattr(value, "dtype") else value
+    is_there = value.committed and value.sharding == target
+    return value if is_there else transfer(value, target)
+
+
+def _text(method: str, destinations: object) -> str:
+    return message(
+        f"{method}: destinations can not be empty and needs a variable, an array, a PerReplica, a "
+        "jax.Device, a sequence of devices, or None",
+        got=describe_value(destinations),
+        why="it says on which devices the result is needed",
+        fix=f"{method}(..., destinations=v) for a variable v; None for all workers",
+    )

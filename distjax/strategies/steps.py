@@ -19,25 +19,25 @@ from distjax import inner_traces
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.context.frames import Frame
 from distjax.data.chunks import Steps
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
-from distjax.objects.claims import HeldClaims
 from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
+from distjax.program.function_cache import FunctionCache
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import Static, is_array
 from distjax.replica.user_names import function_name
-from distjax.strategies.contracts import ExtendedContract
-from distjax.typing import PyTree, ReduceOpLike
+from distjax.strategies.updating import CrossReplicaStep
+from distjax.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced
 from distjax.variables.state import MergeState, TraceState
+from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
 
 
@@ -136,7 +136,7 @@ class MultiStepContext:
 
 
 def run_steps(
-    extended: ExtendedContract,
+    programs: FunctionCache,
     fn: Callable[[MultiStepContext, Any], Any],
     iterator: Iterator[PyTree],
     iterations: int,
@@ -155,7 +155,7 @@ def run_steps(
             if context.iterations == 0:
                 raise
             break
-        program = extended.step_programs.get(fn)
+        program = programs.get(fn)
         layout = Static(steps.layout)
         carried = context.last_step_outputs if initial_loop_values is not None else None
         outputs, others = program.call((layout, steps.arrays, carried), {})
@@ -170,8 +170,24 @@ def require_steps(
 ) -> int:
     """Returns `iterations` as an int; raises if an argument is not one of run_steps_on_iterator."""
     require_callable(fn, "run_steps_on_iterator")
-    _require_iterator(iterator)
-    _require_initial(initial_loop_values)
+    if not hasattr(iterator, "__next__"):
+        raise TypeError(
+            message(
+                "run_steps_on_iterator needs an iterator",
+                got=describe_value(iterator),
+                why="each call goes on where the last one ended, and a dataset has no such place",
+                fix="iterator = iter(dataset), once; run_steps_on_iterator(fn, iterator, 100)",
+            )
+        )
+    if not (initial_loop_values is None or isinstance(initial_loop_values, Mapping)):
+        raise TypeError(
+            message(
+                "run_steps_on_iterator: initial_loop_values needs a dict, or None",
+                got=describe_value(initial_loop_values),
+                why="each value is an output of the step before the first, by name",
+                fix="run_steps_on_iterator(fn, iterator, 100, {'loss': 0.0})",
+            )
+        )
     return require_int(
         "run_steps_on_iterator: iterations",
         iterations,
@@ -192,32 +208,6 @@ def _require_arrays(output: PyTree, name: str) -> None:
                     fix=f"context.set_non_tensor_output({name!r}, ...)",
                 )
             )
-
-
-def _require_iterator(iterator: object) -> None:
-    if hasattr(iterator, "__next__"):
-        return
-    raise TypeError(
-        message(
-            "run_steps_on_iterator needs an iterator",
-            got=describe_value(iterator),
-            why="each call goes on where the last one ended, and a dataset has no such place",
-            fix="iterator = iter(dataset), once; run_steps_on_iterator(fn, iterator, 100)",
-        )
-    )
-
-
-def _require_initial(values: object) -> None:
-    if values is None or isinstance(values, Mapping):
-        return
-    raise TypeError(
-        message(
-            "run_steps_on_iterator: initial_loop_values needs a dict, or None",
-            got=describe_value(values),
-            why="each value is an output of the step before the first, by name",
-            fix="run_steps_on_iterator(fn, iterator, 100, {'loss': 0.0})",
-        )
-    )
 
 
 def _stack_steps(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
@@ -251,46 +241,6 @@ def _form(element: PyTree) -> Any:
 def _as_steps(elements: list[Any]) -> Steps:
     arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *elements)
     return Steps(len(elements), arrays, InputLayout(None))
-
-
-class LoopStep:
-    """A loop of steps, as the step of a program.
-
-    Args:
-      extended: that of the strategy in whose context the steps run.
-      resolve: returns the step function, which a program does not keep alive.
-    """
-
-    argument_names = ("layout", "elements", "initial_loop_values")
-    donate_argnums = ()
-    ignores_user_mesh = True
-
-    def __init__(self, extended: ExtendedContract, resolve: Callable[[], Any]):
-        self._extended, self._resolve = extended, resolve
-        self.name = f"steps of {function_name(resolve())}"
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function."""
-        return self._resolve()
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns a frame of cross-replica context."""
-        return Frame(self._extended.strategy, state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Emits the loop; returns the outputs of the last step."""
-        layout, arrays, initial = args
-        return _loop(self._resolve(), layout.value, arrays, initial)
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
-        return self._extended.place_arguments(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> None:
-        """Returns None: stateful objects belong to the user's step."""
 
 
 def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: PyTree) -> Any:
@@ -354,6 +304,17 @@ def _require_like_output(name: str, initial: PyTree, output: PyTree) -> None:
     )
 
 
-def make_steps_program(extended: ExtendedContract, resolve: Callable[[], Any]) -> Program:
-    """Returns the program of a loop of steps: see `LoopStep`."""
-    return Program(LoopStep(extended, resolve))
+def make_steps_program(
+    extended: ExtendedForVariables, resolve: Callable[[], Callable[..., Any]]
+) -> Program:
+    """Returns the program of a loop of steps, which does not keep the user's function alive."""
+
+    def emit(
+        fn: Callable[..., Any], state: TraceState, args: PositionalArgs, kwargs: KeywordArgs
+    ) -> Any:
+        layout, arrays, initial = args
+        return _loop(fn, layout.value, arrays, initial)
+
+    name = f"steps of {function_name(resolve())}"
+    names = "layout", "elements", "initial_loop_values"
+    return Program(CrossReplicaStep(extended, name, resolve, emit, names))

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
+from distjax.context.contracts import StrategyLike
 from distjax.data.options import InputOptions
+from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
 from distjax.program.run_step import compile_on_replicas
-from distjax.strategies.contracts import ExtendedContract
-from distjax.strategies.identity import refuse_copy, refuse_pickle
-from distjax.strategies.mirrored_check import require_equal_copies
-from distjax.strategies.rows import stack_rows, take_first
-from distjax.strategies.strategy_description import StrategyDescription, describe
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.inspection import StrategyDescription, describe, require_equal_copies
+from distjax.strategies.values import stack_rows, take_first
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 
@@ -29,12 +29,12 @@ class Strategy:
     Source: tf.distribute.Strategy (TF 1.13).
     """
 
-    def __init__(self, extended: ExtendedContract):
+    def __init__(self, extended: StrategyExtended):
         self._extended = extended
         extended.bind(self)
 
     @property
-    def extended(self) -> ExtendedContract:
+    def extended(self) -> StrategyExtended:
         """The methods for algorithms that need to be distribution-aware."""
         return self._extended
 
@@ -390,11 +390,45 @@ class Strategy:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._extended.topology!r})"
 
+    # A strategy is one object in one process. One that was made again with equal arguments, as by a
+    # cell of a notebook, is another object, which keeps arrays in the same places: see `are_equal`.
+
     def __copy__(self) -> NoReturn:
-        refuse_copy(self)
+        raise RuntimeError(
+            message(
+                f"{self!r} needs to stay one object",
+                got="copy.copy or copy.deepcopy of a strategy",
+                why="variables and compiled programs belong to this very object",
+                fix="pass the strategy itself around, or construct a second one",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        refuse_copy(self)
+        self.__copy__()
 
     def __reduce__(self) -> NoReturn:
-        refuse_pickle(self)
+        raise TypeError(
+            message(
+                f"{self!r} needs to stay in its process",
+                got="pickle of a strategy, or of what holds one",
+                why="its devices, variables and compiled programs belong to this process",
+                fix=f"construct a {type(self).__name__} there, and take the state with "
+                "dj.checkpoint.Checkpointer(directory): save(step, tree) here, restore(tree) there",
+            )
+        )
+
+
+def are_equal(one: StrategyLike, other: StrategyLike) -> bool:
+    """Returns whether two strategies are of one class, on the same devices, with equal options.
+
+    The NNX modules of the one are as good as those of the other.
+    """
+    if not isinstance(one, Strategy) or not isinstance(other, type(one)):
+        return False
+    own, theirs = one.extended, other.extended
+    return (
+        type(one) is type(other)
+        and own.topology is theirs.topology  # equal ones are one object
+        and own.placement == theirs.placement
+        and own.communication == theirs.communication
+    )

@@ -1,8 +1,12 @@
-"""Values as a strategy sees them: their locality and their parts."""
+"""Values as a strategy sees them: how they live, taken apart, and built from parts.
+
+Arrays [R, ...] become a `PerReplica` (`per_replica`), and the first row one value (`first`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +16,24 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
+from distjax.context import frames
+from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
-from distjax.placement.bare_rows import require_not_split
+from distjax.placement.bare_rows import holds_rows, require_not_split
 from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.row_flow import replica_axis
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import local_rows, transfer_local_rows
+from distjax.placement.transfer import copied, local_rows, transfer, transfer_local_rows
 from distjax.replica.call_checks import require_callable
 from distjax.replica.cross_facts import remember_own
-from distjax.strategies.contracts import ExtendedContract
+from distjax.replica.output_layout import place_output
+from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
+from distjax.variables.access import read_components
+from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
 
 
@@ -99,7 +109,7 @@ def is_mirrored(topology: Topology, value: object) -> bool:
 # -- taking apart -------------------------------------------------------------
 
 
-def local_results(extended: ExtendedContract, value: PyTree) -> tuple[Any, ...]:
+def local_results(extended: ExtendedLike, value: PyTree) -> tuple[Any, ...]:
     """Returns the values of the replicas: see `Strategy.local_results`."""
     if not extended.wraps:
         return (value,)
@@ -116,20 +126,25 @@ def local_results(extended: ExtendedContract, value: PyTree) -> tuple[Any, ...]:
     return tuple(jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(count))
 
 
-def _is_distributed(extended: ExtendedContract, leaf: object) -> bool:
+def _is_distributed(extended: ExtendedLike, leaf: object) -> bool:
     return isinstance(leaf, (PerReplica, Variable)) or is_mirrored(extended.topology, leaf)
 
 
-def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
+def _leaf_results(extended: ExtendedLike, leaf: PyTree) -> tuple[Any, ...]:
+    if isinstance(leaf, PerReplica):
+        require_same_topology(leaf, extended.topology, "local_results")
+    elif is_mirrored(extended.topology, leaf):
+        require_not_split(leaf, extended.topology, "the value of local_results")
+    return parts_of(extended.topology, leaf)
+
+
+def parts_of(topology: Topology, leaf: PyTree) -> tuple[Any, ...]:
+    """Returns the value of each replica; a 1-tuple for what is not on the replicas."""
     if isinstance(leaf, Variable):
         return leaf.local_results()
     if isinstance(leaf, PerReplica):
-        require_same_topology(leaf, extended.topology, "local_results")
-        return split(extended.topology, leaf.stacked, True)
-    if is_mirrored(extended.topology, leaf):
-        require_not_split(leaf, extended.topology, "the value of local_results")
-        return split(extended.topology, leaf, False)
-    return (leaf,)
+        return split(topology, leaf.stacked, True)
+    return split(topology, leaf, False) if is_mirrored(topology, leaf) else (leaf,)
 
 
 def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
@@ -180,7 +195,7 @@ def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]
 # -- making -------------------------------------------------------------------
 
 
-def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -> Any:
+def values_from_function(extended: ExtendedLike, fn: Callable[[Any], Any]) -> Any:
     """Returns a PerReplica of the values of ``fn`` for each replica."""
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
@@ -257,3 +272,155 @@ def _values_text(got: str) -> str:
         "cannot be",
         fix="pad the values to one shape, and pass Python objects to run as they are",
     )
+
+
+# -- rows ----------------------------------------------------------------------
+
+
+def stack_rows(extended: ExtendedLike, tree: PyTree) -> Any:
+    """Returns a tree of [R, ...] arrays as PerReplica: see `Strategy.per_replica`."""
+    topology = extended.topology
+    is_list = isinstance(tree, (tuple, list)) and len(tree) == topology.num_replicas
+    fix = "strategy.per_replica(jnp.stack(values)) for a list of R values" if is_list else _AS_IT_IS
+
+    def stack(path: tuple[Any, ...], leaf: PyTree) -> Any:
+        where = f"per_replica: the value{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, PerReplica):
+            require_same_topology(leaf, topology, where)
+            return leaf
+        if not is_array(leaf):
+            return leaf
+        require_rows(leaf, where, topology, fix)
+        return place_rows(extended, leaf)
+
+    _require_arrays(tree)
+    return jax.tree_util.tree_map_with_path(stack, tree, is_leaf=is_per_replica)
+
+
+def _require_arrays(tree: PyTree) -> None:
+    leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+    if not leaves or any(is_array(leaf) or is_per_replica(leaf) for leaf in leaves):
+        return
+    raise LocalityError(
+        message(
+            "per_replica needs arrays [R, ...], a row per replica",
+            got=f"a tree without any array: {describe_value(tree)}",
+            why="a list of R numbers is R values, which all replicas share",
+            fix="strategy.per_replica(np.array([1.0, 2.0]))",
+        )
+    )
+
+
+def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
+    """Returns [R, ...] as a PerReplica; the single row where the strategy never wraps."""
+    topology = extended.topology
+    if not extended.wraps:
+        row = _place(without_alias(rows[0]), topology)
+        remember_own(row)
+        return row
+    if isinstance(rows, jax_compat.Tracer):
+        return place_output(PerReplica(rows, topology), topology)
+    return PerReplica(_copied_to(rows, topology), topology)
+
+
+def _copied_to(rows: PyTree, topology: Topology) -> jax.Array:
+    """Returns [R, ...] on the replicas in memory of its own, since a step may donate it."""
+    if not isinstance(rows, jax.Array):
+        return transfer(without_alias(rows), topology.per_replica)
+    if rows.is_fully_addressable:
+        return copied(rows, topology.per_replica)
+    placed = transfer(rows, topology.per_replica)
+    return jnp.copy(placed) if placed.sharding == rows.sharding else placed
+
+
+_AS_IT_IS = "pass trees without that dimension to run as they are"
+
+
+def require_rows(leaf: PyTree, where: str, topology: Topology, fix: str = _AS_IT_IS) -> None:
+    """Raises a LocalityError unless `leaf` has a leading dimension of R."""
+    require_held(leaf, where)
+    if leaf.ndim and leaf.shape[0] == topology.num_replicas:
+        return
+    raise LocalityError(
+        message(
+            f"{where} needs a leading dimension of {topology.num_replicas}, a row per replica",
+            got=describe_value(leaf),
+            why="row r is the value of replica r, as jax_utils.replicate and pmap stack them",
+            fix=fix,
+        )
+    )
+
+
+def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
+    """Returns the first replica's values on every replica: see `Strategy.first`."""
+    topology = extended.topology
+
+    def take(path: tuple[Any, ...], leaf: PyTree) -> Any:
+        where = f"first: the value{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, Variable):
+            return _first_of_variable(leaf, topology)
+        if isinstance(leaf, PerReplica):
+            require_same_topology(leaf, topology, where)
+            return _place(leaf.stacked[0], topology)
+        if not holds_rows(leaf, topology):
+            return leaf
+        if isinstance(leaf, jax_compat.Tracer) and replica_axis(leaf, topology) != 0:
+            require_not_split(leaf, topology, where)  # there is no first row
+        require_rows(leaf, where, topology)
+        return _place(leaf[0], topology)
+
+    return jax.tree_util.tree_map_with_path(take, tree, is_leaf=is_per_replica)
+
+
+def _first_of_variable(variable: Variable, topology: Topology) -> Any:
+    if not variable.policy.stacked or frames.current().is_replica:
+        return variable.value
+    return _place(read_components(variable)[0], topology)
+
+
+def _place(row: PyTree, topology: Topology) -> Any:
+    if isinstance(row, jax_compat.Tracer):
+        return place_output(row, topology)
+    return transfer(row, topology.mirrored)
+
+
+# -- components ----------------------------------------------------------------
+
+
+class ComponentRegistry:
+    """Remembers, weakly, which variable a component array came from.
+
+    Arrays have no hash, so entries are keyed by `id`, and removed when their array is collected.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+    def split(
+        self, topology: Topology, variable: StoredVariable, stored: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Returns the components of a variable's stored array, and remembers them."""
+        if variable.layout.num_copies == 1:
+            parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
+        else:
+            parts = split(topology, stored, variable.policy.stacked)
+        self.remember(variable, parts)
+        return parts
+
+    def remember(self, variable: StoredVariable, parts: Sequence[Any]) -> None:
+        """Records that `parts` are components of `variable`."""
+        for part in parts:
+            key = id(part)
+
+            def forget(_: object, key: int = key) -> None:
+                self._entries.pop(key, None)
+
+            self._entries[key] = (weakref.ref(part, forget), weakref.ref(variable))
+
+    def container_of(self, value: PyTree) -> Any:
+        """Returns the variable of a component, or `value` if it is not one."""
+        if id(value) not in self._entries:
+            return value
+        part, variable = self._entries[id(value)]
+        container = variable()
+        return value if part() is not value or container is None else container

@@ -21,17 +21,16 @@ from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.context.expectation import without_expectations
-from distjax.data import dataset as datasets
-from distjax.data.options import InputOptions
 from distjax.errors import LocalityError, UnsupportedError, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.replica.call_checks import require_call
 from distjax.replica.static import mark_modules, unmark
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.inspection import StrategyDescription, describe
 from distjax.strategies.steps import MultiStepContext, require_steps
 from distjax.strategies.strategy import Strategy
-from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_no_objects, run_replicas
 from distjax.testing.reference_values import (
@@ -46,17 +45,13 @@ from distjax.testing.reference_values import (
 from distjax.testing.reference_variables import ComponentFrame, ReferenceVariable
 from distjax.typing import (
     AxisLike,
-    DatasetLike,
     DTypeLike,
     PositionalArgs,
     PyTree,
     ReduceOpLike,
-    VariableModes,
 )
 from distjax.variables.construct import initializer_of
 from distjax.variables.conversion import is_number
-from distjax.variables.stored_variable import OwningStrategy
-from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import MirroredPlacement
 
 
@@ -97,7 +92,7 @@ class ReferenceStrategy(Strategy):
 
     def __init__(self, num_replicas: int):
         self._reference = extended = ReferenceExtended(num_replicas)
-        super().__init__(extended)  # pyright: ignore[reportArgumentType]: it compiles nothing
+        super().__init__(extended)
 
     def describe(self) -> StrategyDescription:
         """Returns a table of the replicas and variables: see `Strategy.describe`.
@@ -105,34 +100,28 @@ class ReferenceStrategy(Strategy):
         The bytes of a variable are those of its components; components that share an array
         count once.
         """
-        return describe(self._extended, [v.describe() for v in self._reference.variables])
+        return describe(self._extended, [v.describe() for v in self._reference.created])
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"
 
 
-class ReferenceExtended:
-    """The `extended` of a ReferenceStrategy: implements StrategyExtended, uncompiled."""
+class ReferenceExtended(StrategyExtended):
+    """The `extended` of a ReferenceStrategy: StrategyExtended, uncompiled."""
 
-    is_default = compiles = False
-    wraps = True
+    compiles = False
     strategy: Any
-    public_axis_name = None
-    require_static_shapes = between_graph = False
-    should_init = should_checkpoint = should_save_summary = True
 
     def __init__(self, num_replicas: int):
-        device = jax.local_devices()[0]
-        self.topology = one_device_topology(device, num_replicas, REPLICA_AXIS)
-        self.num_replicas = num_replicas
-        self.placement = MirroredPlacement(self.topology)
-        self.worker_devices = self.parameter_devices = (device,)
+        topology = one_device_topology(jax.local_devices()[0], num_replicas, REPLICA_AXIS)
+        super().__init__(topology, MirroredPlacement(topology))
         #: In order of creation.
-        self.variables = weakref.WeakKeyDictionary[ReferenceVariable, None]()
+        self.created = weakref.WeakKeyDictionary[ReferenceVariable, None]()
 
-    def bind(self, strategy: OwningStrategy) -> None:
-        """Sets the Strategy that owns this object."""
-        self.strategy = strategy
+    @property
+    def public_axis_name(self) -> None:
+        """None: there is no axis."""
+        return None
 
     # -- replicas -------------------------------------------------------------
 
@@ -258,18 +247,6 @@ class ReferenceExtended:
         stack = lambda *leaves: PerReplica(jnp.stack([*map(jnp.asarray, leaves)]), self.topology)
         return jax.tree.map(stack, *trees)
 
-    def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
-        """Splits batches over the replicas."""
-        self._require_context("distribute_dataset")
-        return datasets.distribute_dataset(self.topology, dataset, options)
-
-    def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: InputOptions | None = None
-    ) -> Any:
-        """Gives each replica its own elements."""
-        self._require_context("distribute_datasets_from_function")
-        return datasets.distribute_datasets_from_function(self.topology, fn, options)
-
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
@@ -296,13 +273,7 @@ class ReferenceExtended:
     # -- variables ------------------------------------------------------------
 
     def create_variable(
-        self,
-        initial_value: PyTree,
-        *,
-        trainable: bool | None,
-        name: str,
-        dtype: DTypeLike | None,
-        modes: VariableModes,
+        self, initial_value: PyTree, *, name: str, dtype: DTypeLike | None, **options: PyTree
     ) -> ReferenceVariable:
         """Creates a variable; in a replica context, all replicas meet and share it.
 
@@ -313,8 +284,7 @@ class ReferenceExtended:
         initial = jnp.asarray(initializer_of(value, dtype, name)())
 
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
-            options: dict[str, Any] = {"name": name, "trainable": trainable, "modes": modes}
-            made = ReferenceVariable.make(self.strategy, values[0], **options)
+            made = ReferenceVariable.make(self.strategy, values[0], name=name, **options)
             return [made] * len(values)
 
         context = frames.current().replica_context
@@ -324,7 +294,7 @@ class ReferenceExtended:
 
     def update(
         self,
-        var: ReferenceVariable,
+        var: PyTree,
         fn: Callable[..., Any],
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
@@ -370,26 +340,18 @@ class ReferenceExtended:
             return regroup(results, self.topology, "a result of update")
         return jax.tree.map(lambda *leaves: list(leaves), *results)
 
-    def pause_writers(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a null context: no other thread writes."""
-        return contextlib.nullcontext()
-
-    def read_var(self, v: ReferenceVariable) -> jax.Array:
+    def read_var(self, v: PyTree) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
         """Returns the variable of which `value` is a component, else `value` itself."""
-        owners = (v for v in self.variables if any(c is value for c in v.components))
+        owners = (v for v in self.created if any(c is value for c in v.components))
         return next(owners, value)
 
-    def variable_created_in_scope(self, v: ReferenceVariable) -> bool:
+    def variable_created_in_scope(self, v: PyTree) -> bool:
         """Returns whether `v` belongs to this strategy."""
         return v.strategy is self.strategy
-
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[jax.Device, ...]:
-        """Returns the one device."""
-        return self.worker_devices
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:

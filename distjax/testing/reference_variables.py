@@ -87,7 +87,7 @@ class ReferenceVariable(Variable):
         self.layout = layout(strategy.extended.topology)
         self.components = [initial] * strategy.num_replicas_in_sync
         inside: Any = strategy.extended
-        inside.variables[self] = None
+        inside.created[self] = None
         return self
 
     @Variable.value.getter

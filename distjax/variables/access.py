@@ -18,7 +18,6 @@ from distjax.cluster.writes import record_write
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
-from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -257,14 +256,13 @@ def _combine_in_replica(
     is_equal = rule is Combine.MEAN and is_number(value)
     topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.EACH or is_equal:
-        return call_on_replica(form.own_part, topology, array)
+        return form.own_part(array)
     if rule is Combine.FIRST:
-        first = ops.from_first_replica(array, frames.replica_axis(topology))
-        return call_on_replica(form.own_part, topology, first)
+        first = ops.from_first_replica(array, topology.axis_name)
+        return form.own_part(first)
     if rule is Combine.SUM:
         _require_sums(variable, method)
-    reduce = lambda x: form.reduce(ReduceOp[rule.name], x, topology)
-    return call_on_replica(reduce, topology, array)
+    return form.reduce(ReduceOp[rule.name], array, topology)
 
 
 def _write_by_merge(

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
-from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
 from distjax.placement.host_values import require_no_mask
@@ -109,9 +108,8 @@ def _bind(state: TraceState, variable: Variable, value: jax.Array) -> None:
         return
     topology = variable.strategy.extended.topology
     # Replica 0's value wins, so all replicas start equal.
-    value = from_first_replica(value, frames.replica_axis(topology))
-    own_part = variable.layout.local_form.own_part
-    state.bind(variable, call_on_replica(own_part, topology, value))
+    value = from_first_replica(value, topology.axis_name)
+    state.bind(variable, variable.layout.local_form.own_part(value))
 
 
 def copy_variable(variable: StoredVariable) -> Variable:

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 import jax
 
 from distjax import inner_traces, jax_compat
-from distjax.collectives.replica_axis import call_on_replica
-from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.typing import PyTree
@@ -205,8 +203,7 @@ class TraceState:
         Code that is given the whole value can get the shard back with `shard_of`; if nothing
         else uses the whole value, the gather is dead code.
         """
-        topology = frames.current().strategy.extended.topology
-        whole = call_on_replica(form.gather, topology, shard)
+        whole = form.gather(shard)
         self._shards[id(whole)] = (whole, shard, form)
         return whole
 
@@ -255,5 +252,4 @@ class ShapeState(MergeState):
 
 
 def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
-    form, topology = variable.layout.local_form, variable.strategy.extended.topology
-    return call_on_replica(form.gather, topology, shard)
+    return variable.layout.local_form.gather(shard)

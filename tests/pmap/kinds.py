@@ -15,15 +15,28 @@ class Replicas:
 
     def __init__(self, count, kind):
         self.count, self.kind = count, kind
-        self.strategy = {
-            "local": lambda: None,
-            "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:count]),
-            "virtual": lambda: dj.VirtualStrategy(count),
-        }[kind]()
+        self._strategies = {}
 
-    def pmap(self, fn, *args, **options):
+    @property
+    def strategy(self):
+        """The strategy whose axis has the default name."""
+        return self.strategy_of("replica")
+
+    def strategy_of(self, name):
+        """Returns the strategy whose replica axis is called `name`; None for local devices."""
+        devices = jax.devices()[: self.count]
+        if name not in self._strategies:
+            self._strategies[name] = {
+                "local": lambda: None,
+                "mirrored": lambda: dj.MirroredStrategy(devices, axis_name=name),
+                "virtual": lambda: dj.VirtualStrategy(self.count, axis_name=name),
+            }[self.kind]()
+        return self._strategies[name]
+
+    def pmap(self, fn, axis_name=None, **options):
         """Returns ``fn`` mapped by distjax."""
-        return dj.pmap(fn, *args, strategy=self.strategy, **options)
+        strategy = self.strategy_of(axis_name or "replica")
+        return dj.pmap(fn, axis_name, strategy=strategy, **options)
 
     def rows(self, *shape, dtype=np.float32, seed=0):
         """Returns random rows [R, *shape], of few digits so that sums are exact."""

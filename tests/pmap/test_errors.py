@@ -163,9 +163,20 @@ def test_arguments_of_pmap_itself():
         dj.pmap(ROWS)
     with pytest.raises(ValueError, match='results needs "stacked" or "values"'):
         dj.pmap(body, results="list")
-    two_each = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
-    with pytest.raises(ValueError, match="model_axes needs names other than the replica axis"):
-        dj.pmap(body, "model", strategy=two_each)(ROWS)
+
+
+def test_the_axis_of_a_strategy_has_a_name_of_its_own():
+    strategy = dj.VirtualStrategy(2)
+    text = (
+        "pmap of body over axis 'batch' needs a strategy whose replica axis has this name.\n"
+        "  Got: VirtualStrategy.*, whose axis is 'replica'.\n.*\n"
+        r"  Fix: dj.MirroredStrategy\(axis_name='batch'\); or dj.pmap\(fn, 'replica'\)$"
+    )
+    with pytest.raises(ValueError, match=text):
+        dj.pmap(body, "batch", strategy=strategy)
+    with strategy.scope(), pytest.raises(ValueError, match=text):
+        dj.pmap(body, "batch")(ROWS)
+    assert dj.pmap(body, "replica", strategy=strategy)(ROWS).shape == (2, 3)
 
 
 class Axis(enum.Enum):

@@ -28,5 +28,5 @@ def test_as_jax_pmap(seed):
     devices = jax.devices()[: program.count]
     expected = jax.pmap(program, "i", devices=devices, **axes)(*arguments)
     assert_close(dj.pmap(program, "i", **axes)(*arguments), expected, seed)
-    virtual = dj.VirtualStrategy(program.count)
+    virtual = dj.VirtualStrategy(program.count, axis_name="i")
     assert_close(dj.pmap(program, "i", strategy=virtual, **axes)(*arguments), expected, seed)

@@ -22,7 +22,7 @@ def few(request):
 def test_the_context_works_under_any_name(few):
     def step(x):
         ctx = dj.get_replica_context()
-        assert ctx.num_replicas_in_sync == few.count and ctx.strategy is few.strategy
+        assert ctx.num_replicas_in_sync == few.count and ctx.strategy is few.strategy_of("batch")
         merged = ctx.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(x,))
         return (
             ctx.replica_id_in_sync_group,
@@ -36,26 +36,9 @@ def test_the_context_works_under_any_name(few):
     assert all(not leaf.any() for leaf in differences)
 
 
-def test_two_names_share_a_strategy_and_its_variables(few):
-    with few.strategy.scope():
-        total = dj.Variable(jnp.zeros(2), aggregation=dj.VariableAggregation.SUM)
-
-    def add(name):
-        def step(x):
-            total.assign_add(x)
-            return total.value - lax.psum(x, name), lax.axis_index(name)
-
-        return step
-
-    rows = few.rows(2)
-    for name in ("batch", "devices", "replica"):
-        few.pmap(add(name), name)(rows)
-    np.testing.assert_array_equal(total.value, 3 * rows.sum(0))
-
-
 @pytest.mark.parametrize("part", ["optimizer", "gradients", "parameters"])
-def test_split_variables_under_another_name(part):
-    strategy = dj.ShardedStrategy(jax.devices()[:2], partition=part)
+def test_split_variables(part):
+    strategy = dj.ShardedStrategy(jax.devices()[:2], partition=part, axis_name="batch")
     with strategy.scope():
         w = dj.Variable(jnp.arange(6.0), aggregation=dj.VariableAggregation.MEAN)
         count = dj.Variable(
@@ -85,7 +68,7 @@ def test_variables_made_inside_belong_to_the_strategy_of_the_devices():
         return made[0].value
 
     assert dj.pmap(step, "a")(np.ones(4, np.float32)).tolist() == [4.0] * 4
-    again = dj.pmap(lambda x: made[0].value + lax.psum(x, "b"), "b")
+    again = dj.pmap(lambda x: made[0].value + lax.psum(x, "a"), "a")
     assert again(np.ones(4, np.float32)).tolist() == [8.0] * 4
 
 
@@ -100,9 +83,9 @@ def test_values_are_those_of_run(few):
     total, own, number, nothing = few.pmap(step, "i", results="values")(few.rows())
     assert float(total) == few.rows().sum() and (number, nothing) == (3, None)
     assert isinstance(own, dj.PerReplica) and own.stacked.shape == (few.count,)
-    again = few.pmap(lambda x, y: x + y, in_axes=(0, 0))(own, few.rows())
+    again = few.pmap(lambda x, y: x + y, "i", in_axes=(0, 0))(own, few.rows())
     np.testing.assert_array_equal(again, 2 * few.rows())
-    assert dj.locality(few.strategy.reduce("sum", own)).kind == "mirrored"
+    assert dj.locality(few.strategy_of("i").reduce("sum", own)).kind == "mirrored"
 
 
 def test_a_per_replica_is_refused_where_one_value_is_needed(few):

@@ -1,4 +1,4 @@
-"""extended.update: runs a function on each copy of a variable.
+"""update, update_non_slot, colocate_vars_with: what runs or lives where a variable does.
 
 The copies of a mirrored variable are equal, so the function runs once, on the one value that they
 share. The components of a sync-on-read variable differ, so there the function is mapped over the
@@ -8,8 +8,9 @@ replicas, in a program of its own unless a trace is active.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,19 @@ from distjax.program.program import Program
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.user_names import function_name, positional_names, user_path
-from distjax.strategies.contracts import ExtendedContract
-from distjax.strategies.values import is_mirrored, split
+from distjax.strategies.values import parts_of
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.state import TraceState
 from distjax.variables.storage import StoredArray
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.stored_variable import ExtendedForVariables, StoredVariable
 from distjax.variables.variable import Variable
+
+
+class Updated(ExtendedForVariables, Protocol):
+    """A strategy's `extended`, as updates need it."""
+
+    def update_frame(self) -> Frame: ...
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations: ...
 
 
 def require_variable(value: object, method: str) -> None:
@@ -56,7 +63,7 @@ def require_variable(value: object, method: str) -> None:
 
 
 def update(
-    extended: ExtendedContract,
+    extended: Updated,
     variable: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -75,7 +82,7 @@ def update(
 
 
 def _on_the_value(
-    extended: ExtendedContract,
+    extended: Updated,
     variable: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -89,7 +96,7 @@ def _on_the_value(
 
 
 @contextlib.contextmanager
-def _undone_if_it_raises(extended: ExtendedContract, stored: StoredArray) -> Generator[None]:
+def _undone_if_it_raises(extended: Updated, stored: StoredArray) -> Generator[None]:
     """A context in which writes take effect at once: all of them or, if it raises, none."""
     # What others push to a remote variable in between would be undone too.
     with extended.pause_writers() if stored.is_remote else contextlib.nullcontext():
@@ -102,7 +109,7 @@ def _undone_if_it_raises(extended: ExtendedContract, stored: StoredArray) -> Gen
             raise
 
 
-def _require_own(extended: ExtendedContract, variable: Variable) -> None:
+def _require_own(extended: Updated, variable: Variable) -> None:
     if variable.strategy is extended.strategy:
         return
     raise StrategyMismatchError(
@@ -116,7 +123,7 @@ def _require_own(extended: ExtendedContract, variable: Variable) -> None:
 
 
 def _require_args(
-    extended: ExtendedContract,
+    extended: Updated,
     variable: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -134,7 +141,7 @@ def _require_args(
             raise LocalityError(_per_replica_text(variable, fn, where, leaf))
 
 
-def _require_one_value(leaf: PyTree, extended: ExtendedContract, where: str) -> None:
+def _require_one_value(leaf: PyTree, extended: Updated, where: str) -> None:
     if not is_split_over_replicas(leaf, extended.topology):  # the parts of one value may be
         require_not_split(leaf, extended.topology, where)
 
@@ -153,7 +160,7 @@ def _per_replica_text(
     )
 
 
-def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: KeywordArgs) -> Any:
+def _one_value_each(extended: Updated, args: PositionalArgs, kwargs: KeywordArgs) -> Any:
     """Returns placed arguments, with a lone replica's PerReplica as a bare array."""
     leaf = lambda x: (
         as_user_value(GlobalValue(x.stacked, True), extended.topology)
@@ -163,7 +170,7 @@ def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: Ke
     return extended.place_arguments(jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica))
 
 
-def _as_lists(extended: ExtendedContract, has_copies: bool, result: PyTree) -> Any:
+def _as_lists(extended: Updated, has_copies: bool, result: PyTree) -> Any:
     """Returns the result with list leaves: an element per local copy, or just one."""
     in_trace = frames.current().state is not None
     topology = extended.topology
@@ -171,20 +178,14 @@ def _as_lists(extended: ExtendedContract, has_copies: bool, result: PyTree) -> A
     count = copies if has_copies else 1
 
     def leaf(x: PyTree) -> list[Any]:
-        if isinstance(x, Variable):
-            parts = x.local_results()
-            return list(parts) if len(parts) == count else [x] * count
-        if isinstance(x, PerReplica):
-            return list(split(topology, x.stacked, True))
-        if has_copies and is_mirrored(topology, x):
-            return list(split(topology, x, False))
-        return [x] * count
+        parts = parts_of(topology, x)
+        return list(parts) if len(parts) == count or is_per_replica(x) else [x] * count
 
     return jax.tree.map(leaf, result, is_leaf=lambda x: x is None or is_per_replica(x))
 
 
 def update_non_slot(
-    extended: ExtendedContract,
+    extended: Updated,
     devices: Destinations,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -192,7 +193,15 @@ def update_non_slot(
     group: bool,
 ) -> Any:
     """Runs ``fn`` on the non-slot devices: see `StrategyExtended.update_non_slot`."""
-    require_non_slot_devices(extended, devices, "update_non_slot")
+    if not _is_non_slot(extended, devices):
+        raise ValueError(
+            message(
+                "update_non_slot needs the tuple of devices that non_slot_devices returns",
+                got=describe_value(devices),
+                why="all non-slot variables have to live on the same devices",
+                fix="extended.update_non_slot(extended.non_slot_devices(variables), ...)",
+            )
+        )
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
     per_replica = [leaf for leaf in leaves if is_per_replica(leaf)]
     for leaf in leaves:
@@ -208,71 +217,106 @@ def update_non_slot(
     return result if group else _as_lists(extended, _has_counter_copies(extended), result)
 
 
-def _has_counter_copies(extended: ExtendedContract) -> bool:
+def _has_counter_copies(extended: Updated) -> bool:
     """Returns whether a non-slot variable, such as a step counter, has several copies."""
     return extended.placement.layout((), jnp.dtype("int32")).num_copies > 1
 
 
-def require_non_slot_devices(
-    extended: ExtendedContract, devices: Destinations, method: str
-) -> None:
-    """Raises a ValueError unless `devices` is a result of `non_slot_devices`."""
-    is_own = isinstance(devices, Variable) and devices.strategy is extended.strategy
-    if is_own or (isinstance(devices, tuple) and devices == extended.non_slot_devices([])):
-        return
-    raise ValueError(
-        message(
-            f"{method} needs the tuple of devices that non_slot_devices returns",
-            got=describe_value(devices),
-            why="all non-slot variables have to live on the same devices",
-            fix=f"extended.{method}(extended.non_slot_devices(variables), ...)",
+def _is_non_slot(extended: Updated, devices: Destinations) -> bool:
+    """Returns whether `devices` is a result of `non_slot_devices`."""
+    if isinstance(devices, Variable) and devices.strategy is extended.strategy:
+        return True
+    return isinstance(devices, tuple) and devices == extended.non_slot_devices([])
+
+
+@contextlib.contextmanager
+def colocate(extended: Updated, colocate_with: Destinations) -> Generator[None]:
+    """Makes variables created in a block live where `colocate_with` does."""
+    frame = frames.current()
+    if frame.strategy is not extended.strategy:
+        raise ContextError(
+            message(
+                f"colocate_vars_with. Need to be inside the scope of {extended.strategy!r}",
+                got=frame.name,
+                why="it changes how this strategy creates variables",
+                fix="with strategy.scope(), strategy.extended.colocate_vars_with(v): ...",
+            )
         )
-    )
+    variable = colocate_with if isinstance(colocate_with, Variable) else None
+    if not _is_non_slot(extended, colocate_with):
+        raise LocalityError(
+            message(
+                "`colocate_vars_with` must only be passed a variable created in this "
+                "tf.distribute.Strategy.scope(), or what non_slot_devices returned",
+                got=describe_value(colocate_with) if variable is None else repr(variable),
+                why=f"new variables of {extended.strategy!r} can only live where its variables "
+                "live",
+                fix="strategy.extended.colocate_vars_with(v) for a v made under strategy.scope()",
+            )
+        )
+    with frames.with_block(dataclasses.replace(frame, colocate_with=variable)):
+        yield
 
 
 # -- copies that differ: component by component -------------------------------
 
 
 def _on_each_copy(
-    extended: ExtendedContract,
+    extended: Updated,
     variable: Variable | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    state = frames.current().state
-    if state is not None:
+    def emit(
+        fn: Callable[..., Any], state: TraceState, args: PositionalArgs, kwargs: KeywordArgs
+    ) -> Any:
         return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
 
-    return Program(UpdateStep(extended, variable, fn)).call(args, kwargs)
+    state = frames.current().state
+    if state is not None:
+        return emit(fn, state, args, kwargs)
+    name = "update_non_slot" if variable is None else f"update of {variable.name}"
+    return Program(CrossReplicaStep(extended, name, lambda: fn, emit)).call(args, kwargs)
 
 
-class UpdateStep:
-    """A function on each copy of a variable, as the step of a program.
+class CrossReplicaStep:
+    """Cross-replica code of distjax around a function of the user, as the step of a program.
 
     Args:
-      extended: that of the variable's strategy.
-      variable: the variable; None runs the function on each replica without one.
-      fn: the function.
+      extended: that of the strategy in whose context it runs.
+      name: its name.
+      resolve: returns the user's function, which a program need not keep alive.
+      emit: runs the code: ``emit(fn, state, args, kwargs)``.
+      argument_names: the names of its positional arguments.
     """
 
-    argument_names = donate_argnums = ()
+    donate_argnums = ()
     ignores_user_mesh = True
 
     def __init__(
-        self, extended: ExtendedContract, variable: Variable | None, fn: Callable[..., Any]
+        self,
+        extended: ExtendedForVariables,
+        name: str,
+        resolve: Callable[[], Callable[..., Any]],
+        emit: Callable[..., Any],
+        argument_names: Sequence[str] = (),
     ):
-        self._extended, self._variable, self._fn = extended, variable, fn
-        self.function = fn
-        self.name = "update_non_slot" if variable is None else f"update of {variable.name}"
+        self._extended, self._resolve, self._emit = extended, resolve, emit
+        self.name, self.argument_names = name, argument_names
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._resolve()
 
     def frame(self, state: TraceState) -> Frame:
         """Returns a frame of cross-replica context."""
         return Frame(self._extended.strategy, state=state)
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function on each copy."""
-        return _on_each_copy_in_trace(self._extended, self._variable, self._fn, args, kwargs, state)
+        """Runs the code in the trace of `state`."""
+        return self._emit(self._resolve(), state, args, kwargs)
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
@@ -319,7 +363,7 @@ def _other_variable_text(action: str, variable: StoredVariable) -> str:
 
 
 def _on_each_copy_in_trace(
-    extended: ExtendedContract,
+    extended: Updated,
     variable: Variable | None,
     fn: Callable[..., Any],
     args: PositionalArgs,

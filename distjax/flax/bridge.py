@@ -9,7 +9,7 @@ variable, and `write_back` stores the program's outputs in the objects once it h
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +26,6 @@ from distjax.flax.plans import Objects, flatten_objects, raw_value, write_entrie
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.saved_state import SavedState
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
-from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
@@ -153,26 +152,20 @@ class NNXBridge:
     explain = staticmethod(trace_level.explain)
     describe = staticmethod(describe_placed)
 
-    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
-        """Returns `tree` with variables of its own in each `nnx.State`, and their ids.
+    def with_own_values(self, tree: PyTree) -> Any:
+        """Returns `tree` with variables of its own in each `nnx.State`.
 
         `nnx.merge` makes modules of a state's own variables, and `nnx.split` hands out those of the
         module: a step would write to what the user keeps as the state before it.
         """
-        new: list[Any] = []
 
         def is_leaf(value: object) -> bool:
             return isinstance(value, _STATES) or is_object(value) or is_per_replica(value)
 
         def own(value: PyTree) -> PyTree:
-            if not isinstance(value, _STATES):
-                return value
-            copy = jax.tree.map(lambda x: x, value)
-            new.extend(jax.tree.leaves(copy, is_leaf=is_variable))
-            return copy
+            return jax.tree.map(lambda x: x, value) if isinstance(value, _STATES) else value
 
-        own_tree = jax.tree.map(own, tree, is_leaf=is_leaf)
-        return own_tree, frozenset(id(x) for x in new if is_variable(x))
+        return jax.tree.map(own, tree, is_leaf=is_leaf)
 
     def unwrap(self, fn: PyTree) -> Any:
         """Returns the function under an `nnx.jit`: it becomes part of a larger program."""
@@ -182,11 +175,11 @@ class NNXBridge:
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
-        held: HeldClaims | None,
-        own: Container[int],
+        *,
+        is_in_program: bool,
     ) -> NNXObjectLeaves:
         """Places the objects for `strategy` and returns them flattened."""
-        return NNXObjectLeaves(flatten_objects(objects, strategy, held, own))
+        return NNXObjectLeaves(flatten_objects(objects, strategy, is_in_program=is_in_program))
 
     def find_baked(self, constants: Sequence[Any]) -> str | None:
         """Returns a description of a variable whose array is among `constants`, or None."""
@@ -196,4 +189,4 @@ class NNXBridge:
         return None
 
 
-BRIDGE = NNXBridge()
+LAYER = NNXBridge()

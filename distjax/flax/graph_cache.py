@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.flax.object_types import is_variable
-from distjax.objects.claims import Claim, HeldClaims, claims_of, known_claims
 from distjax.typing import PyTree
 
 
@@ -33,7 +32,6 @@ class FlatGraph:
       paths: the path of each variable.
       variables: their variables and bare arrays, in graph order.
       has_modules: whether there are other objects than variables.
-      claims: the claims of everything in it; empty if it was flattened without claims.
       last_lookup: the key and the result of the last plan lookup with this graph.
     """
 
@@ -48,7 +46,6 @@ class FlatGraph:
         else:
             self.key = tuple((type(v), *sorted(v.get_metadata().items())) for v in objects)
             self.paths = [(i,) for i in range(len(objects))]
-        self.claims: tuple[Claim, ...] = ()
         self.last_lookup: tuple[Any, Any] = (None, None)
 
     @functools.cached_property
@@ -62,21 +59,13 @@ def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
     return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
 
 
-def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int]) -> FlatGraph:
-    """Returns the flat graph of objects, from the cache if it is still valid.
-
-    Args:
-      objects: the objects.
-      held: acquires the claims of everything in the graph.
-      own: the ids of variables that only this call has, and that need no claim.
-    """
+def flatten_graph(objects: Sequence[Any]) -> FlatGraph:
+    """Returns the flat graph of objects, from the cache if it is still valid."""
     key = tuple(map(id, objects))
     known = _graphs.get(key)
-    if known is not None:
-        held.take(known[0].claims)
-        if known[1].holds():
-            return known[0]
-    found = _flatten_claimed(objects, held, own)
+    if known is not None and known[1].holds():
+        return known[0]
+    found = FlatGraph(objects)
     is_cached = found.has_modules and not jax_compat.tracing()
     fingerprint = _take_fingerprint(objects, found) if is_cached else None
     if fingerprint is None:
@@ -85,21 +74,6 @@ def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int])
         forget = [weakref.ref(o, lambda _: _graphs.pop(key, None)) for o in objects]
         _graphs[key] = found, fingerprint, forget
     return found
-
-
-def _flatten_claimed(objects: Sequence[Any], held: HeldClaims, own: Container[int]) -> FlatGraph:
-    """Returns the flat graph of objects, flattened while its claims are held."""
-    if not held.claims:
-        held.take(known_claims(o for o in objects if id(o) not in own))
-    while True:
-        found = FlatGraph(objects)
-        nodes = nnx.iter_graph(tuple(objects)) if found.has_modules else ()
-        modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
-        variables = [v for v in found.variables if id(v) not in own and is_variable(v)]
-        found.claims = claims_of(modules, variables)
-        if found.claims == held.claims:
-            return found
-        held.take(found.claims)  # and flatten again: another thread may have changed the graph
 
 
 def references(objects: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from distjax.flax import (
 from distjax.flax.graph_cache import FlatGraph, path_of
 from distjax.flax.layouts import layout_of, place_arrays
 from distjax.flax.object_types import is_variable
-from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import one_at_a_time
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
@@ -129,16 +129,15 @@ class Objects:
 def flatten_objects(
     objects: Sequence[Any],
     strategy: StrategyLike | None,
-    held: HeldClaims | None,
-    own: Container[int] = (),
+    *,
+    is_in_program: bool = False,
 ) -> Objects:
     """Places objects for `strategy`; returns their arrays and their plan.
 
     Args:
       objects: NNX objects.
       strategy: the strategy they are used under; None: the one they were placed for.
-      held: acquires the claims of the objects; None inside a program, whose call holds them.
-      own: the ids of variables that only this call has.
+      is_in_program: whether a trace meets them, whose call has found them.
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
@@ -146,11 +145,11 @@ def flatten_objects(
       TypeError: an unhashable static attribute or metadata.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
-    if held is None:
+    if is_in_program:
         graph = FlatGraph(objects)
         _require_in_trace(graph.variables)
     else:
-        graph = graph_cache.flatten_graph(objects, held, own)
+        graph = graph_cache.flatten_graph(objects)
     strategy = _assign_strategy(objects, graph, strategy)
     values = [raw_value(v) for v in graph.variables]
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
@@ -159,7 +158,7 @@ def flatten_objects(
         return Objects(objects, plan, graph, leaves)
     stored = _place(plan, graph, leaves)
     if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
-        return flatten_objects(objects, strategy, held, own)  # metadata is part of the graph
+        return flatten_objects(objects, strategy)  # metadata is part of the graph
     return Objects(objects, plan, graph, stored)
 
 
@@ -186,11 +185,8 @@ def _place(plan: Plan, graph: FlatGraph, leaves: list[Any]) -> list[Any]:
 
 def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Moves the arrays of objects to where `strategy` keeps them."""
-    held = HeldClaims()
-    try:
-        flatten_objects(objects, strategy, held)
-    finally:
-        held.release()
+    with one_at_a_time:
+        flatten_objects(objects, strategy)
 
 
 def _require_in_trace(variables: Sequence[Any]) -> None:

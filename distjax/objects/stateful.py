@@ -11,22 +11,19 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 
+from distjax import hooks
 from distjax.context.contracts import StrategyLike
-from distjax.objects.claims import HeldClaims
 from distjax.replica.partitioned_tree import ObjectStateKey
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 
 R = TypeVar("R")
-
-#: Library module -> the distjax module with its bridge, as `BRIDGE`.
-_BRIDGES = {"flax.nnx": "distjax.flax.bridge"}
 
 
 class Bridge(Protocol):
@@ -40,11 +37,8 @@ class Bridge(Protocol):
         """Returns whether `value` is a variable, which may be part of a larger object."""
         ...
 
-    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
-        """Returns `tree` with copies of its containers of variables that are values.
-
-        Also returns the ids of the variables in the copies, which no other thread has.
-        """
+    def with_own_values(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with copies of its containers of variables that are values."""
         ...
 
     def unwrap(self, fn: Callable[..., Any]) -> Any:
@@ -55,16 +49,15 @@ class Bridge(Protocol):
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
-        held: HeldClaims | None,
-        own: Container[int],
+        *,
+        is_in_program: bool,
     ) -> ObjectLeaves:
         """Returns the objects split into arrays, after placing them for `strategy`.
 
         Args:
           objects: the objects, without duplicates.
           strategy: the strategy, or None.
-          held: acquires the claims of the objects; None inside a program, whose call holds them.
-          own: the ids of objects that only this call has, which need no claim.
+          is_in_program: whether a trace meets them, whose call has found them.
         """
         ...
 
@@ -151,7 +144,7 @@ class TracedObjects(Protocol):
 
 def active_bridge() -> Bridge | None:
     """Returns the bridge of an imported library, or None."""
-    for library, ours in _BRIDGES.items():
+    for library, ours in hooks.object_layers.items():
         if library in sys.modules:
             return _import_bridge(ours)
     return None
@@ -159,11 +152,7 @@ def active_bridge() -> Bridge | None:
 
 @functools.cache
 def _import_bridge(name: str) -> Bridge:
-    return importlib.import_module(name).BRIDGE
-
-
-class StatefulObjectFound(Exception):
-    """A trace met stateful objects that its arguments do not contain."""
+    return importlib.import_module(name).LAYER
 
 
 class Placeholder:

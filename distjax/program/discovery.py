@@ -94,20 +94,15 @@ class Discovered:
     @functools.cached_property
     def spans_devices(self) -> bool:
         """Whether the program runs on several devices, as far as the trace shows."""
-        return any(mesh.size > 1 for mesh in self._meshes())
+        return any(mesh.size > 1 for mesh in self.meshes)
 
     @functools.cached_property
-    def spans_processes(self) -> bool:
-        """Whether the program spans several processes, as far as the trace shows."""
-        if jax.process_count() == 1:
-            return False
-        return any(jax_compat.spans_processes(mesh) for mesh in self._meshes())
-
-    def _meshes(self) -> Iterator[Any]:
+    def meshes(self) -> frozenset[Any]:
+        """The meshes of its arguments and equations."""
         treedef, _ = self._signature
         topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
-        yield from (t.mesh for t in topologies if t.mesh is not None)
-        yield from _meshes_of(self._jaxpr)
+        of_arguments = (t.mesh for t in topologies if t.mesh is not None)
+        return frozenset((*of_arguments, *_meshes_of(self._jaxpr)))
 
     def record(self, reached: Reached) -> None:
         """Records the objects that the trace has reached, once."""

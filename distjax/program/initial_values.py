@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
-from distjax.cluster.facts import describe_program
+from distjax import hooks, jax_compat
 from distjax.program.step import Step
 from distjax.variables import access
-from distjax.variables.agreement import agree_on_creation
 from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
@@ -73,8 +71,8 @@ class InitialValues:
 
         shardings = [v.sharding if v.size else None for v in variables]
         compiled = jax.jit(initial, out_shardings=shardings)
-        if any(v.spans_processes for v in variables):
-            agree_on_creation(variables, describe_program(compiled.lower(inputs)))
+        for told in hooks.on_created:
+            told(variables, lambda: compiled.lower(inputs))
         return compiled(inputs)
 
 

@@ -22,10 +22,9 @@ from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
-from distjax.objects.claims import HeldClaims
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
+from distjax.objects.stateful_args import emit_call
 from distjax.placement.per_replica import off_their_devices
 from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices
@@ -211,6 +210,7 @@ class JitStep:
     """
 
     ignores_user_mesh = False  # its code may name the mesh
+    takes_objects = True
 
     def __init__(
         self,
@@ -219,7 +219,8 @@ class JitStep:
         donate_argnums: tuple[int, ...],
         hands_on_static: bool,
     ):
-        self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
+        self._fn, self._hands_on_static = fn, hands_on_static
+        self.strategy = frame.strategy if frame.has_strategy else None
         self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
@@ -241,13 +242,6 @@ class JitStep:
     def place(self, tree: PyTree) -> Any:
         """Returns uncommitted arguments, which the program may move to its devices."""
         return off_their_devices(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call takes or the function captured."""
-        strategy = self._frame.strategy if self._frame.has_strategy else None
-        return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
 
 def jit(

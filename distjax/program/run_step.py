@@ -10,9 +10,8 @@ import jax
 
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.frames import Frame
-from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import is_placeholder
-from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
+from distjax.objects.stateful_args import emit_run
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_in_front
 from distjax.placement.topology import Topology
@@ -35,12 +34,17 @@ class RunStep:
     """
 
     donate_argnums = ()
-    ignores_user_mesh = True
+    ignores_user_mesh = takes_objects = True
 
     def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
         self.name = function_name(resolve())
         self.argument_names = positional_names(resolve())
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy whose replicas run it."""
+        return self._extended.strategy
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -58,12 +62,6 @@ class RunStep:
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments, with arrays on other devices moved to the strategy's."""
         return place_arguments(self._extended.topology, tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call takes or the function captured."""
-        return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
 
 
 def _bare_rows_check(extended: ExtendedLike, fn: Callable[..., Any]) -> Require:

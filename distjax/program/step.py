@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
-from distjax.objects.claims import HeldClaims
-from distjax.objects.stateful_args import StatefulArgs
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -36,6 +35,16 @@ class Step(Protocol):
         ...
 
     @property
+    def takes_objects(self) -> bool:
+        """Whether stateful objects may be among its arguments, or captured by its function."""
+        ...
+
+    @property
+    def strategy(self) -> StrategyLike | None:
+        """The strategy for which such objects are placed; None: the one they are placed for."""
+        ...
+
+    @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
         ...
@@ -50,16 +59,4 @@ class Step(Protocol):
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments, with arrays on other devices moved to the program's devices."""
-        ...
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call takes or the function captured.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          held: takes the claims of the objects; None if the call already has them.
-        """
         ...

@@ -8,8 +8,7 @@ from typing import Any
 
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
-from distjax.objects.claims import HeldClaims
-from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
+from distjax.objects.stateful_args import emit_run
 from distjax.replica.run_options import RunOptions
 from distjax.strategies.pmap_arguments import MappedArguments
 from distjax.typing import PyTree
@@ -27,7 +26,7 @@ class PmapStep:
       donate_argnums: the positional arguments whose buffers are donated.
     """
 
-    ignores_user_mesh = True
+    ignores_user_mesh = takes_objects = True
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class PmapStep:
         options: RunOptions,
         donate_argnums: tuple[int, ...],
     ):
-        self._strategy, self._arguments = strategy, arguments
+        self.strategy, self._arguments = strategy, arguments
         self.function = self._fn = fn
         self._options = dataclasses.replace(options, leaves_program=True)
         self.name, self.argument_names = arguments.function, arguments.names
@@ -45,21 +44,14 @@ class PmapStep:
 
     def frame(self, state: TraceState) -> Frame:
         """Returns a frame of cross-replica context."""
-        return Frame(self._strategy, state=state)
+        return Frame(self.strategy, state=state)
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function on every replica, each on its rows."""
-        args, kwargs = self._arguments.as_values(args, kwargs, self._strategy.extended.topology)
-        return emit_run(self._strategy, self._fn, args, kwargs, state, self._options)
+        args, kwargs = self._arguments.as_values(args, kwargs, self.strategy.extended.topology)
+        return emit_run(self.strategy, self._fn, args, kwargs, state, self._options)
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         args, kwargs = tree
-        return self._arguments.placed(args, kwargs, self._strategy.extended.topology)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call is given or that the function captured."""
-        donated = self.donate_argnums
-        return extract_objects(self._fn, args, kwargs, self._strategy, donated, held)
+        return self._arguments.placed(args, kwargs, self.strategy.extended.topology)

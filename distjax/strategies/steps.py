@@ -26,7 +26,6 @@ from distjax.data.iterator import DistributedIterator
 from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
-from distjax.objects.claims import HeldClaims
 from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.program import Program
@@ -263,7 +262,7 @@ class LoopStep:
 
     argument_names = ("layout", "elements", "initial_loop_values")
     donate_argnums = ()
-    ignores_user_mesh = True
+    ignores_user_mesh, takes_objects = True, False
 
     def __init__(self, extended: ExtendedContract, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
@@ -273,6 +272,11 @@ class LoopStep:
     def function(self) -> Callable[..., Any]:
         """The user's function."""
         return self._resolve()
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy in whose context the steps run."""
+        return self._extended.strategy
 
     def frame(self, state: TraceState) -> Frame:
         """Returns a frame of cross-replica context."""
@@ -286,11 +290,6 @@ class LoopStep:
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> None:
-        """Returns None: stateful objects belong to the user's step."""
 
 
 def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: PyTree) -> Any:

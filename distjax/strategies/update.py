@@ -25,7 +25,6 @@ from distjax.errors import (
     describe_value,
     message,
 )
-from distjax.objects.claims import HeldClaims
 from distjax.placement.bare_rows import is_split_over_replicas, require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
@@ -257,13 +256,13 @@ class UpdateStep:
     """
 
     argument_names = donate_argnums = ()
-    ignores_user_mesh = True
+    ignores_user_mesh, takes_objects = True, False
 
     def __init__(
         self, extended: ExtendedContract, variable: Variable | None, fn: Callable[..., Any]
     ):
         self._extended, self._variable, self._fn = extended, variable, fn
-        self.function = fn
+        self.function, self.strategy = fn, extended.strategy
         self.name = "update_non_slot" if variable is None else f"update of {variable.name}"
 
     def frame(self, state: TraceState) -> Frame:
@@ -277,11 +276,6 @@ class UpdateStep:
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> None:
-        """Returns None: stateful objects belong to the user's step."""
 
 
 class _ComponentState(TraceState):

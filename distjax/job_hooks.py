@@ -27,9 +27,8 @@ from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import lone_programs, phase
 from distjax.hooks import Watcher
 from distjax.placement.per_replica import is_per_replica
-from distjax.program.discovery import signature_of
+from distjax.program.discovery import completion_of, signature_of
 from distjax.program.launch import Build
-from distjax.program.output_spec import completion_of
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 from distjax.variables.agreement import agree_on_creation

@@ -16,7 +16,7 @@ from flax.nnx import pytreelib, tracers
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.flax.object_types import is_object
-from distjax.objects.captures import MAX_DEPTH
+from distjax.objects.walk import MAX_DEPTH
 from distjax.replica import user_merge
 from distjax.typing import PyTree
 

@@ -18,23 +18,21 @@ import jax
 
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.objects.captures import Place, find_captures
-from distjax.objects.outer_state import checking_outer_state
-from distjax.objects.program_form import (
+from distjax.objects.plain_objects import checking_outer_state
+from distjax.objects.stateful import (
+    Bridge,
     ObjectKeywords,
+    ObjectLeaves,
+    Placeholder,
     ResultTree,
     StaticPart,
     TracedCall,
-    take_apart,
-)
-from distjax.objects.stateful import (
-    Bridge,
-    ObjectLeaves,
-    Placeholder,
     TracedObjects,
     active_bridge,
     is_placeholder,
+    take_apart,
 )
+from distjax.objects.walk import Place, find_captures
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.partitioned_tree import Static, is_one_leaf

@@ -21,9 +21,15 @@ from distjax.errors import TraceLeakError, message
 from distjax.interrupts import interrupts
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.objects.reached import Reached
-from distjax.program.discovery import Discovered, discover
-from distjax.program.output_spec import OutputSpec, as_static_output, completion_of, show_end
-from distjax.program.step import Step
+from distjax.program.discovery import (
+    Discovered,
+    OutputSpec,
+    Step,
+    as_static_output,
+    completion_of,
+    discover,
+    show_end,
+)
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock

@@ -20,8 +20,8 @@ from distjax import hooks, jax_compat
 from distjax.errors import message
 from distjax.interrupts import interrupts
 from distjax.placement.transfer import transfer
+from distjax.program.discovery import OutputSpec, spec_of
 from distjax.program.launch import Build, Finish
-from distjax.program.output_spec import OutputSpec, spec_of
 from distjax.servers.server import ParameterServer
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.local_form import WHOLE

@@ -17,7 +17,7 @@ from distjax.collectives.communication import CommunicationOptions
 from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data.options import InputOptions
-from distjax.program.function_cache import FunctionCache
+from distjax.program.functions import FunctionCache
 from distjax.typing import (
     AxisLike,
     DatasetLike,

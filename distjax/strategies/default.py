@@ -23,7 +23,7 @@ from distjax.data.input_context import InputContext
 from distjax.data.options import ERROR, InputOptions, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
-from distjax.program.function_cache import FunctionCache
+from distjax.program.functions import FunctionCache
 from distjax.replica.call_checks import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
 from distjax.replica.static import unmark

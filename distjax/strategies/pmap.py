@@ -22,11 +22,9 @@ from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, describe_value, message
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import local_devices, require_axis_name
-from distjax.program.ahead import LoweredProgram
-from distjax.program.error_notes import add_cause_note
-from distjax.program.jit import as_numbers
+from distjax.program.functions import record_new_function
+from distjax.program.jit import LoweredProgram, add_cause_note, as_numbers
 from distjax.program.program import Program
-from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import FIX_OF_UNHASHABLE, as_static, is_array
 from distjax.replica.run_options import AS_VALUES, RunOptions

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.jax_compat import Tracer
-from distjax.objects.program_form import ObjectKeywords
-from distjax.objects.stateful import active_bridge, is_placeholder
+from distjax.objects.stateful import ObjectKeywords, active_bridge, is_placeholder
 from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology

@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
 from distjax.data.options import InputOptions
-from distjax.program.error_notes import add_cause_note
-from distjax.program.run_step import compile_on_replicas
+from distjax.program.jit import add_cause_note, compile_on_replicas
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.identity import refuse_copy, refuse_pickle
 from distjax.strategies.mirrored_check import require_equal_copies

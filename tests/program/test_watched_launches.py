@@ -7,7 +7,7 @@ import pytest
 
 from distjax.collectives import throttle
 from distjax.program import launch
-from distjax.program.output_spec import _find_completion
+from distjax.program.discovery import _find_completion
 
 LARGE, KEY = jnp.ones(257), jax.random.key(0)
 

@@ -20,10 +20,8 @@ None or an empty container, that it still is one.
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,20 +33,18 @@ import numpy as np
 from distjax.objects.walk import (
     ATOMS,
     CONTAINERS,
-    contents_of,
+    HOLDERS,
     functions_in,
     is_library,
     is_of_a_library,
-    items_of,
+    is_users_object,
     module_of,
     names_in,
-    names_in_texts,
-    names_of_globals,
+    parts_of,
     reference_to,
     stored_attributes,
 )
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.partitioned_tree import Static
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
@@ -242,9 +238,6 @@ def has_variables(value: PyTree) -> bool:
 #: How many objects are searched.
 _MAX_OBJECTS = 20_000
 _ARRAYS = (jax.Array, np.ndarray, np.generic, PerReplica)
-#: Classes of Python that hold what the user puts into them.
-_HOLDERS = (types.SimpleNamespace, threading.local, collections.ChainMap, collections.UserDict)
-_OF_PARTIALS = ("func", "args", "keywords")
 
 
 class Reached:
@@ -364,66 +357,30 @@ class _Search:
             self._edges.append(Edge(holder, kind, key, self._number(part)))
 
     def _parts(self, number: int, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
-        """Yields what `value` refers to: (kind, key, part)."""
+        """Yields what `value` refers to, as far as a trace may go there: (kind, key, part)."""
         if isinstance(value, StoredVariable) or is_compared_whole(value):
             return
-        if isinstance(value, CONTAINERS):
-            yield from items_of(value)
-        elif isinstance(value, types.CellType):
-            yield from contents_of(value)
-        elif isinstance(value, types.MethodType):
-            yield "attribute", "__func__", value.__func__
-            yield "attribute", "__self__", value.__self__
-        elif isinstance(value, functools.partial):
-            yield from (("attribute", name, getattr(value, name)) for name in _OF_PARTIALS)
-        elif isinstance(value, weakref.ref):
-            yield "call", None, value()
-        elif isinstance(value, contextvars.ContextVar):
-            yield "context", None, value.get(None)
-        elif isinstance(value, (types.ModuleType, type)):
+        if isinstance(value, (types.ModuleType, type)):
             if not is_library(module_of(value)):
                 self._by_name.append((number, set()))
-        elif isinstance(value, Static):
-            yield "attribute", "value", value.value
-        else:
-            yield from self._parts_of_object(value)
-
-    def _parts_of_object(self, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
-        if isinstance(value, types.FunctionType) and not is_of_a_library(value):
-            yield from self._parts_of_function(value)
         elif has_variables(value):
             chosen = getattr(type(value), "reached_parts", None)
-            for kind, name, part in stored_attributes(value):
-                if chosen is None or name in chosen:
-                    yield kind, name, part
-        elif is_of_a_library(value) and not isinstance(value, _HOLDERS):
-            wrapped = getattr(value, "__wrapped__", None)
-            if wrapped is not None:
-                yield "attribute", "__wrapped__", wrapped
+            yield from (x for x in stored_attributes(value) if chosen is None or x[1] in chosen)
         else:
-            for cls in type(value).__mro__:
-                if not is_library(module_of(cls)):
-                    self._add_root(cls, weakref.ref(cls))
-            self._names.add("__call__")
-            yield from stored_attributes(value)
-
-    def _parts_of_function(self, fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
-        self._names.update(names_in(fn.__code__))
-        if fn.__closure__:
-            yield "attribute", "__closure__", fn.__closure__
-        named = names_of_globals(fn.__code__)
-        if "globals" in named:  # globals()["loss"]
-            named = (*named, *names_in_texts(fn.__code__))
-        for name in named:
-            place = id(fn.__globals__), name
-            if name in fn.__globals__ and place not in self._globals:
-                self._globals.add(place)
-                yield "global", name, fn.__globals__[name]
-        for name in ("__defaults__", "__kwdefaults__"):
-            if (part := getattr(fn, name)) is not None:
-                yield "attribute", name, part
-        for name, part in vars(fn).items():
-            yield "attribute", name, part
+            if isinstance(value, types.FunctionType) and not is_of_a_library(value):
+                self._names.update(names_in(value.__code__))
+            elif is_users_object(value):
+                for cls in type(value).__mro__:
+                    if not is_library(module_of(cls)):
+                        self._add_root(cls, weakref.ref(cls))
+                self._names.add("__call__")
+            for kind, key, part in parts_of(value):
+                if kind == "global":
+                    place = id(value.__globals__), key
+                    if place in self._globals:
+                        continue
+                    self._globals.add(place)
+                yield kind, key, part
 
     # -- what leads to a target -------------------------------------------------
 
@@ -468,7 +425,7 @@ class _Search:
             return True
         if isinstance(value, (types.FunctionType, functools.partial, *CONTAINERS)):
             return False
-        is_users = isinstance(value, _HOLDERS) or not is_of_a_library(value)
+        is_users = isinstance(value, HOLDERS) or not is_of_a_library(value)
         return is_users and key in self._names
 
     def _leads(self, edge: Edge) -> bool:

@@ -1,9 +1,16 @@
-"""What Python objects refer to: searched for stateful objects, for arrays, and for variables."""
+"""What Python objects refer to: searched for stateful objects, for arrays, and for variables.
+
+References are found in closure cells, in globals that a function's code names, in default
+arguments, in `functools.partial`, in the object of a bound method, in containers and the user's
+objects in any of these, and in the user's functions that they refer to. Nothing is modified, and no
+code of the user runs: an attribute is read as it is stored.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dis
 import functools
 import keyword
@@ -11,26 +18,15 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from distjax.errors import message
 from distjax.placement.per_replica import PerReplica
+from distjax.replica.partitioned_tree import Static
 from distjax.typing import PyTree
-
-# -- captures -----------------------------------------------------------------
-# Finds the stateful objects that a function uses but does not take as arguments.
-#
-# References are found in closure cells, in globals that the function's code names, in
-# default arguments, in `functools.partial`, in the object of a bound method, in lists and
-# dicts in any of these, and in the user's functions that it refers to. Nothing is modified;
-# whatever is found is traced as it is.
-#
-# With each object goes the place where it was found: a program that was compiled for objects of
-# equal structure at the same places, and no others, may run with these.
-
 
 #: Packages whose functions and objects are not searched, since they hold no objects of the user.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | frozenset(
@@ -41,12 +37,123 @@ MAX_ITEMS = 1000
 #: How many levels of attributes of user objects are followed.
 MAX_DEPTH = 3
 _READS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+#: Containers with more items hold data, also where a trace is searched for variables.
+_MAX_ITEMS = 10_000
+#: Whose parts are more is data rather than state, and would be slow to search.
+_MAX_PARTS = 5000
 #: Types that refer to nothing; exact, since instances of subclasses may have attributes.
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type, types.ModuleType})
+ATOMS = frozenset({int, float, bool, str, bytes, complex, types.CodeType, types.BuiltinMethodType})
+CONTAINERS = (dict, list, tuple, collections.deque, set, frozenset)
+#: Classes of Python that hold what the user puts into them.
+HOLDERS = (types.SimpleNamespace, threading.local, collections.ChainMap, collections.UserDict)
+#: What refers to others by itself, not by attributes of an object.
+_WITHOUT_ATTRIBUTES = (
+    *CONTAINERS,
+    types.CellType,
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    weakref.ref,
+    contextvars.ContextVar,
+    Static,
+)
+_WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_OF_PARTIALS = ("func", "args", "keywords")
 
-
-#: A path: (the path of what refers to a value, how it does so); for a root, its number.
+#: Where something was found. A program that was compiled for objects of equal structure at the same
+#: places, and no others, may run with these. A path: (the path of what refers to a value, how it
+#: does so); for a root, its number.
 Place = Hashable
+
+
+def parts_of(value: PyTree, max_items: int = _MAX_ITEMS) -> Iterator[tuple[str, Any, Any]]:
+    """Yields what `value` refers to: (kind of reference, key, part); runs no code of the user.
+
+    The kinds are those of `reached.ROADS`.
+
+    Args:
+      value: any object.
+      max_items: longer containers hold data, and are not looked into.
+    """
+    if isinstance(value, CONTAINERS):
+        if len(value) <= max_items:
+            yield from items_of(value)
+    elif isinstance(value, types.CellType):
+        yield from contents_of(value)
+    elif isinstance(value, types.MethodType):
+        yield "attribute", "__func__", value.__func__
+        yield "attribute", "__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (("attribute", name, getattr(value, name)) for name in _OF_PARTIALS)
+    elif isinstance(value, weakref.ref):
+        yield "call", None, value()
+    elif isinstance(value, contextvars.ContextVar):
+        yield "context", None, value.get(None)
+    elif isinstance(value, Static):
+        yield "attribute", "value", value.value
+    elif isinstance(value, types.FunctionType) and not is_of_a_library(value):
+        yield from _parts_of_function(value)
+    elif is_users_object(value):
+        yield from stored_attributes(value)
+    elif not isinstance(value, (types.ModuleType, type)):
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            yield "attribute", "__wrapped__", wrapped
+
+
+def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
+    if fn.__closure__:
+        yield "attribute", "__closure__", fn.__closure__
+    named = names_of_globals(fn.__code__)
+    if "globals" in named:  # globals()["loss"]
+        named = (*named, *names_in_texts(fn.__code__))
+    yield from (("global", n, fn.__globals__[n]) for n in named if n in fn.__globals__)
+    for name in ("__defaults__", "__kwdefaults__"):
+        if (part := getattr(fn, name)) is not None:
+            yield "attribute", name, part
+    for name, part in vars(fn).items():
+        yield "attribute", name, part
+
+
+def is_users_object(value: PyTree) -> bool:
+    """Returns whether a value is an object with attributes of the user's."""
+    if isinstance(value, (types.ModuleType, type, *_WITHOUT_ATTRIBUTES)):
+        return False
+    return isinstance(value, HOLDERS) or not is_of_a_library(value)
+
+
+def _search(
+    roots: Iterable[tuple[Any, Any]],
+    is_found: Callable[[Any], bool],
+    enters: Callable[[Any], bool],
+    extend: Callable[[Any, str, Any], Any],
+) -> list[tuple[Any, Any]]:
+    """Returns what is found below `roots`, and where, breadth first: `MAX_DEPTH` attributes deep.
+
+    Args:
+      roots: objects, each with its place.
+      is_found: returns whether a value is looked for; its parts are not.
+      enters: returns whether parts of a value may be.
+      extend: ``extend(place, kind, key)`` returns the place of a part.
+    """
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    # What is near is found before the limit of depth cuts a longer path.
+    queue = collections.deque((value, place, 0) for value, place in roots)
+    while queue:
+        value, place, depth = queue.popleft()
+        if is_found(value):
+            found.append((value, place))
+        elif id(value) not in seen and len(queue) < _MAX_PARTS and enters(value):
+            seen.add(id(value))
+            is_deeper = not isinstance(value, _WITHOUT_ATTRIBUTES)
+            for kind, key, part in parts_of(value, MAX_ITEMS):
+                below = depth + (is_deeper and key != "__wrapped__")
+                if part is not None and below <= MAX_DEPTH:
+                    queue.append((part, extend(place, kind, key), below))
+    return found
 
 
 def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[tuple[Any, Place]]:
@@ -56,64 +163,19 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
       roots: functions, and user objects among their arguments.
       is_stateful: returns whether an object is stateful.
     """
-    found: list[tuple[Any, Place]] = []
-    seen: set[int] = set()
-    # Breadth first, so that what is near is found before the limit of depth cuts a longer path.
-    queue: collections.deque[tuple[Any, Place, int]] = collections.deque(
-        (root, number, 0) for number, root in enumerate(roots) if type(root) not in _ATOMS
+    return _search(
+        ((root, number) for number, root in enumerate(roots)), is_stateful, _may_refer, _step_below
     )
-    while queue:
-        value, place, depth = queue.popleft()
-        if is_stateful(value):
-            found.append((value, place))
-        elif id(value) not in seen and not isinstance(value, (jax.Array, PerReplica, type)):
-            seen.add(id(value))
-            for step, part, below in _references(value, depth):
-                if type(part) not in _ATOMS:
-                    queue.append((part, (place, step), below))
-    return found
 
 
-def _references(value: object, depth: int) -> Iterator[tuple[Hashable, Any, int]]:
-    """Yields what `value` refers to, each with how it does so and its depth."""
-    if isinstance(value, dict):
-        if len(value) <= MAX_ITEMS:
-            for key, item in value.items():
-                # A key that is an object would live as long as the program.
-                yield key if isinstance(key, (str, int)) else hash(key), item, depth
-    elif isinstance(value, (tuple, list)):
-        if len(value) <= MAX_ITEMS:
-            for number, item in enumerate(value):
-                yield number, item, depth
-    elif isinstance(value, functools.partial):
-        yield "func", value.func, depth
-        yield "args", value.args, depth
-        yield "keywords", value.keywords, depth
-    elif isinstance(value, types.MethodType):
-        yield "__func__", value.__func__, depth
-        yield "__self__", value.__self__, depth
-    elif is_of_a_library(value):
-        yield "__wrapped__", getattr(value, "__wrapped__", None), depth
-    else:
-        if isinstance(value, types.FunctionType):
-            for step, part in _parts_of_function(value):
-                yield step, part, depth
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and depth < MAX_DEPTH:
-            for name, attribute in list(attributes.items()):
-                yield name, attribute, depth + 1
+def _may_refer(value: object) -> bool:
+    return type(value) not in ATOMS and not isinstance(value, (jax.Array, PerReplica, type))
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[Hashable, Any]]:
-    for number, cell in enumerate(fn.__closure__ or ()):
-        try:
-            yield number, cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    for name in names_of_globals(fn.__code__):
-        yield name, fn.__globals__.get(name)
-    yield "__defaults__", fn.__defaults__
-    yield "__kwdefaults__", fn.__kwdefaults__
+def _step_below(place: Place, kind: str, key: PyTree) -> Place:
+    # A key that is an object would live as long as the program.
+    key = key() if kind in ("object item", "element") else key
+    return place, key if isinstance(key, (str, int)) else hash(key)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,15 +204,6 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-# -- held arrays --------------------------------------------------------------
-# The arrays that a Python object holds, by their names.
-
-
-#: What holds more is data rather than state, and would be slow to search at each trace.
-_MAX_PARTS = 5000
-_WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-
-
 def find_arrays(
     value: object,
     name: str,
@@ -167,36 +220,21 @@ def find_arrays(
       kinds: the types that count as arrays.
       is_stateful: whether a part of it is an object of a bridge, which counts as one array.
     """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    queue = collections.deque([(name, value, 0)])
-    while queue:
-        name, value, depth = queue.popleft()
-        if isinstance(value, kinds) or is_stateful(value):
-            found[name] = value
-        elif id(value) not in seen and len(queue) < _MAX_PARTS:
-            seen.add(id(value))
-            queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
-    return found
+    is_found = lambda value: isinstance(value, kinds) or is_stateful(value)
+    return {name: part for part, name in _search([(value, name)], is_found, _holds, _name_below)}
 
 
-def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
-    """Yields what `value` holds: the end of its name, the part, and its depth."""
-    if isinstance(value, (tuple, list, dict)):
-        if len(value) <= MAX_ITEMS:
-            for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
-                yield f"[{key!r}]", item, depth
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__, depth
-    elif depth < MAX_DEPTH and _has_state(value):
-        for attribute, inner in attributes_of(value):
-            yield f".{attribute}", inner, depth + 1
+def _holds(value: object) -> bool:
+    """Returns whether a value holds others as its state: a function refers to them only."""
+    if isinstance(value, (tuple, list, dict, types.MethodType, types.SimpleNamespace)):
+        return True
+    return not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value)
 
 
-def _has_state(value: object) -> bool:
-    """Returns whether a value is an object whose attributes may be the user's."""
-    is_own = not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value)
-    return is_own or isinstance(value, types.SimpleNamespace)
+def _name_below(name: str, kind: str, key: PyTree) -> str:
+    if kind in ("item", "dict item", "object item"):
+        return f"{name}[{key() if kind == 'object item' else key!r}]"
+    return f"{name}.{key}"
 
 
 def attributes_of(value: object) -> list[tuple[str, Any]]:
@@ -237,17 +275,7 @@ def leak_text(function: str, path: str, tracer: jax.Array, *, is_in_object: bool
     )
 
 
-# -- references ---------------------------------------------------------------
-# What Python objects refer to, and how code follows it: one kind of reference a line.
-#
-# No code of the user runs in a search: an attribute is read as it is stored.
-
-
-#: Longer containers hold data.
-_MAX_ITEMS = 10_000
-#: Types that refer to nothing.
-ATOMS = frozenset({int, float, bool, str, bytes, complex, types.CodeType, types.BuiltinMethodType})
-CONTAINERS = (dict, list, tuple, collections.deque, set, frozenset)
+# -- kinds of references -------------------------------------------------------
 
 
 def reference_to(value: PyTree) -> Callable[[], Any]:
@@ -260,22 +288,17 @@ def reference_to(value: PyTree) -> Callable[[], Any]:
 
 def items_of(value: PyTree) -> Iterator[tuple[str, Any, Any]]:
     """Yields what a container holds: (kind, key, item)."""
-    if len(value) > _MAX_ITEMS:
-        return
     if isinstance(value, dict):
         for key, item in list(value.items()):
-            if type(item) in ATOMS:
-                continue
             if not _is_plain_key(key):
                 yield "object item", reference_to(key), item
             else:
                 yield "item" if type(value) in _EXACT else "dict item", key, item
         return
-    kept = [(i, x) for i, x in enumerate(value) if type(x) not in ATOMS]
     if isinstance(value, (set, frozenset)):
-        yield from (("element", reference_to(x), x) for _, x in kept)
+        yield from (("element", reference_to(x), x) for x in list(value))
     else:
-        yield from (("item", i, x) for i, x in kept)
+        yield from (("item", i, x) for i, x in enumerate(value))
 
 
 _EXACT = (dict, collections.OrderedDict)
@@ -307,8 +330,6 @@ def stored_attributes(value: PyTree) -> Iterator[tuple[str, str, Any]]:
     cls = type(value)
     is_plain = cls.__getattribute__ in _GET_WHAT_IS_STORED
     for name, part in attributes_of(value):
-        if type(part) in ATOMS:
-            continue
         found = getattr(cls, name, None)
         is_slot = isinstance(found, types.MemberDescriptorType)
         is_read = is_plain and name.isidentifier() and not keyword.iskeyword(name)

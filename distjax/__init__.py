@@ -8,6 +8,7 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
+from distjax import hooks as _hooks
 from distjax.cluster.joining import initialize
 from distjax.cluster.phases import phase
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
@@ -54,6 +55,10 @@ from distjax.strategies.values import ValueContext, locality
 from distjax.variables.variable import Variable
 
 __version__ = "0.1.0"
+
+# The layers: what the kernel calls at its events (`hooks`).
+_importlib.import_module("distjax.job_hooks")
+_hooks.object_layers["flax.nnx"] = "distjax.flax.bridge"
 
 __all__ = [
     "REPLICA_AXIS",

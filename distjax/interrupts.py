@@ -64,14 +64,10 @@ class Interrupts:
         """Begins a time without Ctrl-C; returns whether `let_go` has to end it."""
         if threading.get_ident() != self._main:
             return False
-        self.depth += 1
         if type(handler := _signal.getsignal(_SIGINT)) is not _Held:  # users may set theirs
-            try:
-                if callable(handler):  # else Ctrl-C is ignored, ends the process, or stays in C
-                    _signal.signal(_SIGINT, _Held(handler))
-            except BaseException:  # a signal, while the handler of the user was still there
-                self.depth -= 1
-                raise
+            if callable(handler):  # else Ctrl-C is ignored, ends the process, or stays in C
+                _signal.signal(_SIGINT, _Held(handler))
+        self.depth += 1  # last: a signal that came before has raised, and nothing is held
         return True
 
     def let_go(self) -> None:

@@ -3,12 +3,18 @@
 import ast
 import pathlib
 
+import jax.numpy as jnp
+
 import distjax
+import distjax as dj
+from distjax import hooks
 
 ROOT = pathlib.Path(distjax.__file__).parent
 
 FLOORS = {
     "errors": -4,
+    "hooks": -5,
+    "job_hooks": 9,
     "integers": -3,
     "interrupts": -5,
     "tables": -4,
@@ -142,3 +148,48 @@ def test_optional_packages_are_imported_in_their_bridges_only():
 def test_no_file_names_jax_internals():
     for path in library_files():
         assert "jax._src" not in path.read_text(), path.name
+
+
+KERNEL = ("placement", "context", "collectives", "variables", "objects", "replica", "program")
+KERNEL += ("strategies", "data")
+LAYERS = ("cluster", "servers", "flax", "job_hooks")
+#: Files of the kernel that still import a layer; the list only shrinks.
+STILL_NAMES_A_LAYER = {
+    "collectives/eager.py",
+    "collectives/throttle.py",
+    "data/agreement.py",
+    "data/iterator.py",
+    "strategies/job_devices.py",
+    "strategies/inspection.py",
+    "strategies/reducing.py",
+    "variables/access.py",
+    "variables/agreement.py",
+    "variables/construct.py",
+}
+
+
+def test_the_kernel_imports_no_layer():
+    """What a layer does in the kernel it registers with `distjax.hooks`."""
+    found = set()
+    for path in library_files():
+        if package_of(path) in KERNEL:
+            modules = [m.split(".") for m in imported_modules(path)]
+            if any(m[0] == "distjax" and len(m) > 1 and m[1] in LAYERS for m in modules):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == STILL_NAMES_A_LAYER
+
+
+def test_a_step_runs_with_no_layer(monkeypatch, pair):
+    for name in ("watchers", "launchers", "on_new_program", "on_created", "at_work"):
+        monkeypatch.setattr(hooks, name, [])
+    monkeypatch.setattr(hooks, "object_layers", {})
+    with pair.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x):
+        total.assign_add(x)
+        return dj.get_replica_context().all_reduce("sum", x)
+
+    results = [float(pair.run(step, args=(jnp.float32(n),))) for n in range(3)]
+    assert results == [0, 2, 4]
+    assert float(total.value) == 6

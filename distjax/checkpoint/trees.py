@@ -16,7 +16,7 @@ from distjax.checkpoint.leaves import Leaf, VariableLeaf, keeps_own_state, make_
 from distjax.context import frames
 from distjax.data.dataset import DistributedDataset
 from distjax.errors import CheckpointError, ContextError, message
-from distjax.objects.held_arrays import attributes_of
+from distjax.objects.walk import attributes_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.partitioned_tree import is_array_or_struct
 from distjax.replica.static import is_module

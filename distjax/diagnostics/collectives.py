@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from distjax.program.ahead import LoweredProgram
+from distjax.program.jit import LoweredProgram
 from distjax.tables import Table, format_bytes
 from distjax.user_lines import UNKNOWN, SourceFrame, find_line
 

@@ -42,9 +42,13 @@ from distjax.jax_compat import Literal
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
-from distjax.program.ahead import CompiledProgram, LoweredProgram
-from distjax.program.jit import CompiledFunction, jit
-from distjax.program.run_step import compile_on_replicas
+from distjax.program.jit import (
+    CompiledFunction,
+    CompiledProgram,
+    LoweredProgram,
+    compile_on_replicas,
+    jit,
+)
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_array_or_struct
 from distjax.replica.static import keep_marks, mark_modules

@@ -9,7 +9,7 @@ variable, and `write_back` stores the program's outputs in the objects once it h
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,19 +17,82 @@ from flax import nnx
 
 from distjax import inner_traces, jax_compat
 from distjax.context.contracts import StrategyLike
-from distjax.flax import host_reads, trace_level
-from distjax.flax.graph_cache import references
-from distjax.flax.layouts import as_argument, as_stored_output, as_value
-from distjax.flax.module_description import describe_placed
-from distjax.flax.object_types import is_object, is_variable
-from distjax.flax.plans import Objects, flatten_objects, raw_value, write_entries
-from distjax.flax.reconcile import combine_writes
-from distjax.flax.saved_state import SavedState
-from distjax.flax.traced_objects import Outcome, TracedNNXObjects
-from distjax.objects.claims import HeldClaims
-from distjax.placement.per_replica import is_per_replica
+from distjax.flax import rules
+from distjax.flax.graphs import (
+    add_hooks,
+    explain,
+    explain_here,
+    is_in_host_memory,
+    is_object,
+    is_variable,
+    objects_placed_for,
+    references,
+)
+from distjax.flax.plans import (
+    Objects,
+    as_argument,
+    as_stored_output,
+    as_value,
+    flatten_objects,
+    layout_of,
+    raw_value,
+    write_entries,
+)
+from distjax.flax.traced_objects import Outcome, SavedState, TracedNNXObjects, combine_writes
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.variable_description import VariableDescription, describe_stored
+
+# -- module description -------------------------------------------------------
+# Descriptions of NNX variables placed for a strategy, for `strategy.describe()`.
+
+
+#: The aggregation of a `dj.Variable` that is equivalent to a rule.
+_AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}
+
+
+def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
+    """Returns a description of each variable, named by its longest path in an object."""
+    found: dict[int, tuple[tuple[Any, ...], Any]] = {}
+    for node in objects_placed_for(strategy):
+        for path, variable in nnx.iter_graph(node):
+            if not isinstance(variable, nnx.Variable):
+                continue
+            name = (type(node).__name__, *path)
+            if len(name) > len(found.get(id(variable), ((), None))[0]):
+                found[id(variable)] = (name, variable)
+    named = sorted((".".join(map(str, path)), id(v), v) for path, v in found.values())
+    return [
+        _describe_leaf(name, variable, leaf, strategy)
+        for name, _, variable in named
+        for leaf in jax.tree.leaves(raw_value(variable), is_leaf=is_per_replica)
+        if isinstance(leaf, (jax.Array, PerReplica))
+    ]
+
+
+def _describe_leaf(
+    name: str, variable: nnx.Variable[Any], leaf: jax.Array | PerReplica, strategy: StrategyLike
+) -> VariableDescription:
+    rule = rules.rule_of(variable)
+    if isinstance(leaf, PerReplica):
+        layout: Layout = StackedLayout(leaf.topology)
+        stored, shape = leaf.stacked, leaf.stacked.shape[1:]
+    else:
+        layout = layout_of(strategy, variable, leaf.shape, leaf.dtype)
+        stored, shape = leaf, leaf.shape
+    return describe_stored(
+        name,
+        stored,
+        layout,
+        shape=shape,
+        synchronization="ON_READ" if rule == rules.PER_REPLICA else "ON_WRITE",
+        aggregation=_AGGREGATIONS.get(rule, "NONE"),
+        trainable=rules.is_parameter(variable),
+    )
+
 
 _JIT: Any = type(nnx.jit(lambda: None))
 _STATES = (nnx.State, nnx.statelib.FlatState)
@@ -73,7 +136,7 @@ class NNXObjectLeaves:
                 traced.enter(leaves, graph.paths, context)
                 return body(traced)
             except Exception as error:
-                explained = trace_level.explain_here(error)  # before the marks are restored
+                explained = explain_here(error)  # before the marks are restored
                 if explained is not None:
                     raise explained from error
                 raise
@@ -109,8 +172,8 @@ class NNXObjectLeaves:
             write_entries(variables, own)  # first: building the graph calls the user's classes
             self._write_graph(outcome, after)
         if self.plan.strategy is None:  # a `run` in the program may have placed the objects
-            held = filter(host_reads.is_in_host_memory, filter(is_variable, variables))
-            host_reads.add_hooks(held)
+            held = filter(is_in_host_memory, filter(is_variable, variables))
+            add_hooks(held)
 
     def _write_graph(self, outcome: Outcome, after: Mapping[int, Any]) -> None:
         """Gives the objects their new graph, or, if a class in it raises, leaves them the old."""
@@ -150,29 +213,23 @@ class NNXBridge:
 
     is_stateful = staticmethod(is_object)
     is_member = staticmethod(is_variable)
-    explain = staticmethod(trace_level.explain)
+    explain = staticmethod(explain)
     describe = staticmethod(describe_placed)
 
-    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
-        """Returns `tree` with variables of its own in each `nnx.State`, and their ids.
+    def with_own_values(self, tree: PyTree) -> Any:
+        """Returns `tree` with variables of its own in each `nnx.State`.
 
         `nnx.merge` makes modules of a state's own variables, and `nnx.split` hands out those of the
         module: a step would write to what the user keeps as the state before it.
         """
-        new: list[Any] = []
 
         def is_leaf(value: object) -> bool:
             return isinstance(value, _STATES) or is_object(value) or is_per_replica(value)
 
         def own(value: PyTree) -> PyTree:
-            if not isinstance(value, _STATES):
-                return value
-            copy = jax.tree.map(lambda x: x, value)
-            new.extend(jax.tree.leaves(copy, is_leaf=is_variable))
-            return copy
+            return jax.tree.map(lambda x: x, value) if isinstance(value, _STATES) else value
 
-        own_tree = jax.tree.map(own, tree, is_leaf=is_leaf)
-        return own_tree, frozenset(id(x) for x in new if is_variable(x))
+        return jax.tree.map(own, tree, is_leaf=is_leaf)
 
     def unwrap(self, fn: PyTree) -> Any:
         """Returns the function under an `nnx.jit`: it becomes part of a larger program."""
@@ -182,11 +239,11 @@ class NNXBridge:
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
-        held: HeldClaims | None,
-        own: Container[int],
+        *,
+        is_in_program: bool,
     ) -> NNXObjectLeaves:
         """Places the objects for `strategy` and returns them flattened."""
-        return NNXObjectLeaves(flatten_objects(objects, strategy, held, own))
+        return NNXObjectLeaves(flatten_objects(objects, strategy, is_in_program=is_in_program))
 
     def find_baked(self, constants: Sequence[Any]) -> str | None:
         """Returns a description of a variable whose array is among `constants`, or None."""
@@ -196,4 +253,4 @@ class NNXBridge:
         return None
 
 
-BRIDGE = NNXBridge()
+LAYER = NNXBridge()

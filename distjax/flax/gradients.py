@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 
-from distjax.collectives.ops import as_reduce_op, from_total
+from distjax.collectives.ops import as_reduce_op, from_total, sum_dtype
 from distjax.collectives.reductions import reduce_arrays
 from distjax.context import frames
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
-from distjax.flax.layouts import gradient_form
+from distjax.flax.graphs import is_object, require_no_traced_values
+from distjax.flax.plans import gradient_form, raw_value, write_entries
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.global_value import from_user_value, replica_aval, stack_replicas
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.typing import PyTree, ReduceOpLike
+from distjax.typing import DTypeLike, PyTree, ReduceOpLike
 from distjax.variables.layouts.local_form import LocalForm
 
 
@@ -350,3 +353,290 @@ def _reduce_gradients(
         from_total(op, form.from_replicas(x), topology.num_replicas) if is_done else next(reduced)
         for x, form, is_done in zip(arrays, forms, done, strict=True)
     ]
+
+
+# -- stacks -------------------------------------------------------------------
+# A scan over a stack of layers that gathers each layer only when it is read.
+
+
+def scan_layers(
+    fn: Callable[[Any, Any], Any], layers: PyTree, carry: PyTree, *, checkpoint: bool = True
+) -> Any:
+    """Returns `carry` passed through a stack of equal layers, one after the other.
+
+    Equivalent to ``for layer in layers: carry = fn(layer, carry)``, as one compiled loop.
+    If the strategy splits the parameters, each iteration gathers those of its own layer
+    only, and again in the backward pass: gathered parameters take the memory of one layer.
+
+    Args:
+      fn: takes a layer and the carry, returns the carry.
+      layers: a module whose variables are stacked, [L, ...], as made by `nnx.vmap` of a
+        constructor over `nnx.Rngs.split(L)`.
+      carry: a tree of arrays.
+      checkpoint: whether to recompute a layer in the backward pass instead of keeping its
+        residuals, which include its gathered parameters.
+
+    Locality: that of ``fn``. Context: any. Cost: an all-gather per split variable and
+      layer, twice with `checkpoint`, and a reduce-scatter in the backward pass.
+
+    Raises:
+      LocalityError: a variable that holds a PerReplica.
+      UnsupportedError: ``fn`` adds a variable or an attribute to the layer, or removes one.
+      ValueError: variables without a common leading dimension.
+
+    Example:
+      >>> from flax import nnx
+      >>> make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
+      >>> layers = make(nnx.Rngs(0).split(4))
+      >>> x = dj.flax.scan_layers(lambda layer, x: jnp.tanh(layer(x)), layers, jnp.ones((2, 3)))
+      >>> x.shape
+      (2, 3)
+
+    Source: ZeRO stage 3 (Rajbhandari et al., 2020).
+    """
+    graphdef, flat = nnx.graph.flatten(layers, graph=True)
+    variables = list(flat.leaves)
+    values = [raw_value(v) for v in variables]
+    _require_stack(layers, values)
+    sources, forms = zip(*map(_slice_source, values), strict=True)
+    changed: list[int] = []
+
+    def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
+        whole = [x if f is None else f.gather(x) for x, f in zip(slices, forms, strict=True)]
+        layer = nnx.graph.unflatten(graphdef, whole)
+        graph_before, inner = nnx.graph.flatten(layer, graph=True)
+        before = [raw_value(v) for v in inner.leaves]
+        carry = fn(layer, carry)
+        require_no_traced_values([layer])
+        if nnx.graph.flatten(layer, graph=True)[0] != graph_before:
+            raise UnsupportedError(_changed_graph_text(layer))
+        after = [raw_value(v) for v in inner.leaves]
+        changed[:] = [i for i, x in enumerate(before) if after[i] is not x]
+        return carry, [after[i] for i in changed]
+
+    if checkpoint:
+        body = jax.checkpoint(body, prevent_cse=False)
+    carry, ends = lax.scan(body, carry, list(sources))
+    write_entries(variables, dict(zip(changed, ends, strict=True)))
+    return carry
+
+
+def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
+    """Returns what to scan over, and the form of a slice that has to be gathered, or None."""
+    state = frames.current().state
+    held = state.shard_of(value) if state is not None else None
+    if held is None:
+        return value, None
+    shard, form = held
+    return form.unstack(shard, value.shape) or (value, None)
+
+
+def _changed_graph_text(layer: PyTree) -> str:
+    name = type(layer).__name__
+    return message(
+        f"scan_layers needs a function that keeps the variables and attributes of {name} as they "
+        "are",
+        got="one that adds or removes some, as the first self.sow of a name does",
+        why="a scanned layer is a view of one row of the stack, which exists during its call only",
+        fix="self.h = nnx.Intermediate(jnp.zeros(shape)) in __init__, and self.h[...] = x in the "
+        "layer",
+    )
+
+
+def _require_stack(layers: PyTree, values: Sequence[Any]) -> None:
+    if any(map(is_per_replica, values)):
+        raise LocalityError(
+            message(
+                f"scan_layers needs one value of each variable of {type(layers).__name__}",
+                got="a variable that holds a PerReplica, a value for each replica",
+                why="a layer would be given the values of all replicas",
+                fix="call it in the function given to strategy.run, where each replica has its own",
+            )
+        )
+    lengths = {x.shape[0] if getattr(x, "ndim", 0) else None for x in values}
+    if len(lengths) == 1 and None not in lengths:
+        return
+    raise ValueError(
+        message(
+            f"scan_layers needs variables of {type(layers).__name__} with one leading dimension, "
+            "the number of layers",
+            got=f"leading dimensions {', '.join(sorted(map(str, lengths))) or 'of no variable'}",
+            why="layer i is made of element i of each variable",
+            fix="layers = nnx.vmap(lambda rngs: Block(rngs=rngs))(nnx.Rngs(0).split(num_layers))",
+        )
+    )
+
+
+# -- precision ----------------------------------------------------------------
+# Mixed precision: computing in a short float type while variables stay in float32.
+
+
+T = TypeVar("T")
+
+
+def cast(tree: T, dtype: DTypeLike) -> T:
+    """Returns `tree` with its floating-point arrays cast to `dtype`.
+
+    A module becomes a view of it: parameters are cast copies, while every other variable
+    (batch statistics, random streams) is shared with the original. A `dj.Variable` becomes its
+    value. Gradients with respect to the original module have the dtype of its parameters.
+
+    Args:
+      tree: a module, arrays, variables, or a tree of these.
+      dtype: e.g. `jnp.bfloat16`.
+
+    What the view gains (a new attribute, the first `sow` of a name) the original does not have.
+
+    Locality: that of `tree`. Context: any; for gradients, inside the loss function.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     model, x = dj.flax.cast((model, x), jnp.bfloat16)
+      ...     return model(x).astype(jnp.float32).mean()
+      >>> grads = nnx.grad(loss_fn)(model, jnp.ones((4, 2)))
+      >>> grads["kernel"][...].dtype
+      dtype('float32')
+    """
+    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=is_object)
+
+
+def _cast(value: PyTree, dtype: DTypeLike) -> Any:
+    if not is_object(value):
+        return jnp.asarray(value).astype(dtype) if _is_floating(value) else value
+    graphdef, flat = nnx.graph.flatten(value, graph=True)
+    leaves = [
+        jax.tree.map(lambda x: _cast(x, dtype), raw_value(v)) if isinstance(v, nnx.Param) else v
+        for v in flat.leaves
+    ]
+    return nnx.graph.unflatten(graphdef, leaves)
+
+
+def _is_floating(value: PyTree) -> bool:
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+# -- loss scale ---------------------------------------------------------------
+# Dynamic loss scaling for NNX; all replicas skip a step, or none does.
+
+
+#: The least and the largest power of two that are normal in float32. An infinite scale would
+#: stay infinite.
+_BOUNDS = 2.0**-126, 2.0**127
+
+
+class ScaleState(nnx.Variable[Any]):
+    """State of a loss scale: equal on every replica."""
+
+
+class LossScale(nnx.Pytree):
+    """Scales the loss, so that small gradients do not underflow in short float types.
+
+    If gradients overflow on any replica, all replicas skip the update and the scale is
+    halved; after `interval` steps without overflow it is doubled.
+
+    Args:
+      scale: the initial factor.
+      interval: the number of steps without overflow after which the scale grows.
+
+    Batch statistics that the forward pass has written stay, even if the step is skipped.
+
+    Raises:
+      ValueError: a scale that is not positive and finite, or an interval below 1.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scale = dj.flax.LossScale(1024.0)
+      >>> def step(model, optimizer, scale, x):
+      ...     grads = nnx.grad(lambda m: scale.scaled(m(x).mean()))(model)
+      ...     return scale.apply_gradients(optimizer, model, grads)
+      >>> x = jnp.full((1, 2), jnp.inf)
+      >>> bool(dj.VirtualStrategy(2).run(step, args=(model, optimizer, scale, x)))
+      False
+      >>> float(scale.scale[...]), int(optimizer.step[...])
+      (512.0, 0)
+
+    Source: Micikevicius et al., "Mixed precision training", 2018;
+      flax.training.dynamic_scale.
+    """
+
+    def __init__(self, scale: float = 2.0**15, interval: int = 2000):
+        if not (_BOUNDS[0] <= scale <= _BOUNDS[1]) or interval < 1:
+            raise ValueError(
+                message(
+                    "LossScale needs a positive, finite scale and an interval of 1 or more",
+                    got=f"scale={scale}, interval={interval}",
+                    why="gradients are divided by the scale, which only halving and doubling "
+                    "changes; it grows after that many steps",
+                    fix="dj.flax.LossScale(2.0**15, interval=2000)",
+                )
+            )
+        self.interval = interval
+        self.scale = ScaleState(jnp.float32(scale))
+        self.good_steps = ScaleState(jnp.int32(0))
+
+    def scaled(self, loss: jax.Array) -> jax.Array:
+        """Returns `loss` times the scale: differentiate this."""
+        return loss * self.scale[...].astype(loss.dtype)
+
+    def apply_gradients(
+        self, optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
+    ) -> Any:
+        """Updates `model` unless a gradient overflowed; returns whether it was updated.
+
+        Args:
+          optimizer: an `nnx.Optimizer`.
+          model: its model.
+          grads: gradients of the scaled loss, local to this replica.
+          op: how `apply_gradients` reduces them.
+
+        Gradients are converted to float32 or wider, divided by the scale and passed on in
+        that dtype: a shorter one might hold neither the scale nor a small gradient.
+
+        Context: replica. Cost: one all-reduce of a number, and `apply_gradients`.
+        """
+        finite = _all_finite(grads)
+        grads = jax.tree.map(self._divided, grads)
+        variables = [
+            v for _, v in nnx.iter_graph((optimizer, model)) if isinstance(v, nnx.Variable)
+        ]
+        before = [raw_value(v) for v in variables]
+        apply_gradients(optimizer, model, grads, op)
+        for variable, old in zip(variables, before, strict=True):
+            new = raw_value(variable)
+            if new is not old:
+                variable.set_raw_value(_select(finite, new, old))
+        self._adjust(finite)
+        return finite
+
+    def _divided(self, gradient: jax.Array) -> jax.Array:
+        wide = sum_dtype(gradient.dtype)
+        return gradient.astype(wide) / self.scale[...].astype(wide)
+
+    def _adjust(self, finite: jax.Array) -> None:
+        steps = jnp.where(finite, self.good_steps[...] + 1, 0)
+        grows = steps >= self.interval
+        factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
+        self.scale[...] = jnp.clip(self.scale[...] * factor, *_BOUNDS)
+        self.good_steps[...] = jnp.where(grows, 0, steps)
+
+
+def _all_finite(grads: PyTree) -> jax.Array:
+    """Returns whether the gradients of all replicas are finite; equal on every replica."""
+    leaves = jax.tree.leaves(grads)
+    bad = sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in leaves)
+    context = frames.current().replica_context
+    return jnp.asarray(bad if context is None else context.all_reduce("sum", bad)) == 0
+
+
+def _select(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
+    """Returns `new` if `finite`, else `old`; a split value is selected shard by shard."""
+    state = frames.current().state
+    held = None if state is None else state.shard_of(new)
+    if state is None or held is None:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    shard, form = held
+    return state.whole(jnp.where(finite, shard, state.shard_of(old)[0]), form)

@@ -10,32 +10,169 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from distjax import jax_compat
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import ComparedFact, describe_on_host
+from distjax.cluster.job import job
+from distjax.cluster.writes import record_write
 from distjax.context.contracts import StrategyLike
 from distjax.errors import UnsupportedError, message
-from distjax.flax import (
-    graph_cache,
-    host_reads,
-    metric_rules,
-    rules,
-    static_attributes,
-    strategy_of,
-    trace_level,
+from distjax.flax import rules
+from distjax.flax.graphs import (
+    FlatGraph,
+    add_hooks,
+    assign_strategy,
+    common_strategy,
+    flatten_graph,
+    is_outside,
+    is_variable,
+    not_found,
+    path_of,
+    require_hashable,
 )
-from distjax.flax.graph_cache import FlatGraph, path_of
-from distjax.flax.layouts import layout_of, place_arrays
-from distjax.flax.object_types import is_variable
-from distjax.objects.claims import HeldClaims
+from distjax.flax.rules import combine_of, metrics_as_key, metrics_in
+from distjax.objects.stateful_args import one_at_a_time
+from distjax.placement.host_values import without_alias
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.typing import PyTree
+from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
+from distjax.replica.output_layout import AlreadyPlaced
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.reducing import reduction_layout
+from distjax.typing import DTypeLike, PyTree
 from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.variable_placement import VariablePlacement
+
+# -- layouts ------------------------------------------------------------------
+# Where the arrays of Flax variables live between steps, by strategy and variable type.
+
+
+def layout_of(
+    strategy: StrategyLike,
+    variable: nnx.Variable[Any] | jax.Array,
+    shape: Sequence[int],
+    dtype: DTypeLike,
+) -> Layout:
+    """Returns where an array of a variable lives under `strategy`.
+
+    Parameters live where the strategy puts variables, optimizer state where it puts
+    variables colocated with others, and everything else on each replica. The arrays are
+    stored unencoded, since code other than distjax reads them too.
+    """
+    shape, extended = tuple(shape), strategy.extended
+    placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
+    if rules.is_parameter(variable) or not placement.synchronizes:
+        return placement.layout(shape, dtype).unencoded(shape)
+    if isinstance(variable, nnx.OptState):
+        beside = _Parameter(shape, dtype, placement.layout(shape, dtype))
+        return placement.layout(shape, dtype, beside).unencoded(shape)
+    return MirroredLayout(extended.topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """Stands in for a `dj.Variable` where a placement is asked about a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout
+
+
+def gradient_form(extended: StrategyExtended, parameter: jax.Array) -> LocalForm:
+    """Returns the local form of a gradient that is reduced to a parameter."""
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
+    return reduction_layout(extended, target).local_form
+
+
+def place_arrays(
+    values: Sequence[PyTree], layouts: Sequence[Layout | None], paths: Sequence[str]
+) -> list[Any]:
+    """Moves arrays to where they live; returns those already there unchanged. Not for traces.
+
+    Args:
+      values: the arrays of objects.
+      layouts: where each lives; None: anywhere.
+      paths: their names as users write them, such as "Model.linear.kernel".
+
+    Raises:
+      AgreementError: objects that span processes differ between them at their first use.
+    """
+    pairs = list(zip(values, layouts, strict=True))
+    if job() is not None:
+        shared = [i for i, layout in enumerate(layouts) if _spans_processes(layout)]
+        moved = [(paths[i], values[i]) for i in shared if not _is_there(*pairs[i])]
+        _compare(moved, are_new=len(moved) == len(shared))
+    return [place_array(value, layout) for value, layout in pairs]
+
+
+def _compare(moved: Sequence[tuple[str, PyTree]], are_new: bool) -> None:
+    """Compares values that are about to be moved to arrays that span processes.
+
+    New objects are compared at once, in a meeting of all processes. A value that the user puts
+    into an object later, perhaps at each step, is only noted for the comparison in the background.
+    """
+    if are_new and moved:
+        values = [
+            ComparedFact(f"value {i}, {path}", describe_on_host(value))
+            for i, (path, value) in enumerate(moved)
+        ]
+        agree("the first use of NNX objects", values, known_by=values)
+    else:
+        for path, value in moved:
+            record_write(f"a write of {path}", value)
+
+
+def _spans_processes(layout: Layout | None) -> bool:
+    sharding = layout.sharding if layout is not None else None
+    return sharding is not None and not sharding.is_fully_addressable
+
+
+def place_array(value: PyTree, layout: Layout | None) -> Any:
+    """Moves an array to where it lives; returns it unchanged if it is there. Not for traces."""
+    if layout is None or layout.sharding is None or _is_there(value, layout):
+        return value
+    return transfer(jnp.asarray(without_alias(value)), layout.sharding)
+
+
+def _is_there(value: PyTree, layout: Layout | None) -> bool:
+    if layout is None or isinstance(value, PerReplica):
+        return True
+    is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
+    return is_there and value.committed  # an uncommitted one would cost a second compilation
+
+
+def as_value(stored: PyTree, layout: Layout | None) -> Any:
+    """Returns the global value of a stored array, in a trace."""
+    if layout is None or isinstance(stored, PerReplica):
+        return stored
+    return layout.from_stored(stored, stored.shape)
+
+
+def as_argument(stored: PyTree, layout: Layout | None, topology: Topology) -> Any:
+    """Returns a stored array as an argument of `run`: the shards if it is split."""
+    value = as_value(stored, layout)
+    if layout is None or isinstance(value, PerReplica) or not layout.local_form.is_split:
+        return value
+    return PerReplica(layout.local_form.to_replicas(value), topology)
+
+
+def as_stored_output(value: PyTree, layout: Layout | None) -> Any:
+    """Returns a global value in its stored form, in a trace."""
+    if isinstance(value, PerReplica):
+        return value
+    return AlreadyPlaced(value if layout is None else layout.constrain(layout.to_stored(value)))
+
 
 BARE = "array"  #: the kind of an array that is an attribute by itself, in no variable
 
@@ -129,16 +266,15 @@ class Objects:
 def flatten_objects(
     objects: Sequence[Any],
     strategy: StrategyLike | None,
-    held: HeldClaims | None,
-    own: Container[int] = (),
+    *,
+    is_in_program: bool = False,
 ) -> Objects:
     """Places objects for `strategy`; returns their arrays and their plan.
 
     Args:
       objects: NNX objects.
       strategy: the strategy they are used under; None: the one they were placed for.
-      held: acquires the claims of the objects; None inside a program, whose call holds them.
-      own: the ids of variables that only this call has.
+      is_in_program: whether a trace meets them, whose call has found them.
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
@@ -146,11 +282,11 @@ def flatten_objects(
       TypeError: an unhashable static attribute or metadata.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
-    if held is None:
+    if is_in_program:
         graph = FlatGraph(objects)
         _require_in_trace(graph.variables)
     else:
-        graph = graph_cache.flatten_graph(objects, held, own)
+        graph = flatten_graph(objects)
     strategy = _assign_strategy(objects, graph, strategy)
     values = [raw_value(v) for v in graph.variables]
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
@@ -158,8 +294,8 @@ def flatten_objects(
     if strategy is None or jax_compat.tracing():
         return Objects(objects, plan, graph, leaves)
     stored = _place(plan, graph, leaves)
-    if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
-        return flatten_objects(objects, strategy, held, own)  # metadata is part of the graph
+    if add_hooks(graph.variables[i] for i in plan.in_host_memory):
+        return flatten_objects(objects, strategy)  # metadata is part of the graph
     return Objects(objects, plan, graph, stored)
 
 
@@ -168,10 +304,10 @@ def _assign_strategy(
 ) -> StrategyLike | None:
     """Makes objects belong to `strategy`; returns it, or for None the one they belong to."""
     if strategy is None:
-        return strategy_of.common_strategy(objects)
+        return common_strategy(objects)
     known = graph.last_lookup[1]
     is_known = known is not None and known.is_for(strategy)
-    strategy_of.assign_strategy(objects, strategy, is_known)
+    assign_strategy(objects, strategy, is_known)
     return strategy
 
 
@@ -186,18 +322,15 @@ def _place(plan: Plan, graph: FlatGraph, leaves: list[Any]) -> list[Any]:
 
 def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Moves the arrays of objects to where `strategy` keeps them."""
-    held = HeldClaims()
-    try:
-        flatten_objects(objects, strategy, held)
-    finally:
-        held.release()
+    with one_at_a_time:
+        flatten_objects(objects, strategy)
 
 
 def _require_in_trace(variables: Sequence[Any]) -> None:
     """Raises for a variable that the call did not find: its value would be a constant."""
     for variable in variables:
-        if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
-            raise trace_level.not_found(variable)
+        if isinstance(variable, nnx.Variable) and is_outside(variable):
+            raise not_found(variable)
 
 
 def raw_value(variable: PyTree) -> Any:
@@ -258,7 +391,7 @@ def _plan(
 ) -> Plan:
     """Returns the plan of flattened objects, the same one for equal graphs, shapes and rules."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
-    key = (structure, tuple(shapes), rules.as_key(), metric_rules.as_key())
+    key = (structure, tuple(shapes), rules.as_key(), metrics_as_key())
     known_key, known = graph.last_lookup
     if known_key == key and known.is_for(strategy):
         return known
@@ -268,7 +401,7 @@ def _plan(
     try:
         plan = plans.get((graph.key, *key))
     except TypeError:  # from hashing the graph
-        static_attributes.require_hashable(objects)
+        require_hashable(objects)
         raise
     if plan is None:
         made = _make_plan(objects, strategy, graph, leaves, structure)
@@ -284,7 +417,7 @@ def _make_plan(
     leaves: Sequence[Any],
     structure: jax.tree_util.PyTreeDef,
 ) -> Plan:
-    metrics = metric_rules.metrics_in(objects)
+    metrics = metrics_in(objects)
     members = {id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()}
     remaining = iter(leaves)
     entries, owners = [], []
@@ -294,7 +427,7 @@ def _make_plan(
         name, metric = path_of(objects, path), members.get(id(variable))
         entries.append(make_entry(strategy, variable, name, own, treedef, metric))
         owners += [path[0]] * len(own)
-    classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
+    classes = tuple((type(m), combine_of(m)) for m, _ in metrics)
     own_strategy = None if strategy is None else weakref.ref(strategy)
     return Plan(graph.graphdef, tuple(entries), tuple(owners), classes, own_strategy)
 

@@ -7,25 +7,82 @@ refers to them. Their former state is saved before the trace and restored after 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.mapping import map_replicas
+from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
-from distjax.errors import UnsupportedError, message
-from distjax.flax import host_reads, metric_rules, rules, static_attributes, strategy_of
-from distjax.flax.graph_cache import path_of
-from distjax.flax.object_types import is_variable
-from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
-from distjax.flax.saved_state import SavedState, set_in_trace
-from distjax.placement.per_replica import is_per_replica
+from distjax.context.contracts import StrategyLike
+from distjax.context.finding import Finding
+from distjax.context.reporting import ALONE, STATE, STATE_WHY, report
+from distjax.errors import LocalityError, LocalityWarning, UnsupportedError, message
+from distjax.flax import rules
+from distjax.flax.graphs import (
+    add_hooks,
+    assign_unassigned,
+    has_hook,
+    is_variable,
+    metadata_without,
+    path_of,
+    put_back_strategies,
+    require_no_traced_values,
+    strategy_records,
+)
+from distjax.flax.plans import BARE, Entry, Plan, as_stored_output, make_entry, raw_value, values_of
+from distjax.flax.rules import SUM, metrics_in, refuse, require_whole
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.topology import Topology
+from distjax.replica.cross_facts import is_own
+from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.replica.partitioned_tree import is_array
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
+from distjax.user_lines import calling_line
 from distjax.variables.layouts.layout import Layout
+
+# -- saved state --------------------------------------------------------------
+# The state of NNX objects, saved before a trace and restored after it.
+#
+# Flax lets an object change only in the trace that it was made in. `__setstate__`, which `pickle`
+# uses, sets a variable's value, metadata and mark of the trace without that check.
+
+
+class SavedState:
+    """A snapshot of the current state of objects.
+
+    Args:
+      nodes: modules; their attributes are saved, and the strategy that they were placed for.
+      variables: their variables; their values, metadata and trace marks are saved.
+    """
+
+    def __init__(self, nodes: Sequence[Any], variables: Sequence[nnx.Variable[Any]]):
+        self._attributes = [(vars(node), dict(vars(node))) for node in nodes]
+        self._strategies = strategy_records(nodes)
+        # Restoring by assignment would fail Flax's check of the trace.
+        self._states = [(v, v.__getstate__()) for v in variables]
+
+    def restore(self) -> None:
+        """Restores everything; idempotent, so that it can be retried after a signal."""
+        for variable, state in self._states:
+            variable.__setstate__(state)
+        for attributes, before in self._attributes:
+            for name in [*attributes]:
+                if name not in before:
+                    del attributes[name]
+            attributes.update(before)
+        put_back_strategies(self._strategies)
+
+
+def set_in_trace(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
+    """Gives `variable` a value and metadata, and makes it part of the current trace."""
+    variable.__setstate__(type(variable).from_metadata(value, metadata).__getstate__())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +134,7 @@ class TracedNNXObjects:
         graph = list(nnx.iter_graph(tuple(objects), graph=True))
         self._nodes = {path: node for path, node in graph if isinstance(node, nnx.Pytree)}
         self._in_variables = [v for v in variables if isinstance(v, nnx.Variable)]
-        self._on_host = [v for v in self._in_variables if host_reads.has_hook(v)]
+        self._on_host = [v for v in self._in_variables if has_hook(v)]
         self._numbers = nnx.graph.RefMap()
         self._graphdef: PyTree = None
         self._graphdef_of_same: Any = None  # with the numbers of the parts: none was replaced
@@ -99,7 +156,7 @@ class TracedNNXObjects:
         """
         plan, self._in_replica = self._plan, context is not None
         if context is None and plan.live_strategy is not None:  # so that a `run` inside finds it
-            strategy_of.assign_unassigned([*self._nodes.values()], plan.live_strategy)
+            assign_unassigned([*self._nodes.values()], plan.live_strategy)
         seen = [
             _view_leaf(leaf, layout, entry, context)
             for leaf, (layout, entry) in zip(leaves, _layouts(plan), strict=True)
@@ -108,7 +165,7 @@ class TracedNNXObjects:
         bare = {}
         for variable, value, path in zip(self._variables, values, paths, strict=True):
             if isinstance(variable, nnx.Variable):
-                set_in_trace(variable, value, host_reads.metadata_without(variable))
+                set_in_trace(variable, value, metadata_without(variable))
             else:
                 bare[tuple(path)] = value
         for path, node in self._nodes.items():
@@ -133,14 +190,14 @@ class TracedNNXObjects:
 
         The numbers are those of the plan; if the graph changed, those of the new graph.
         """
-        static_attributes.require_no_traced_values(self._objects)
+        require_no_traced_values(self._objects)
         graphdef, flat = self._flatten()
         if graphdef.with_no_outer_index() == self._graphdef and self._are_in_place(flat.leaves):
             values = [raw_value(v) for v in flat.leaves]
             if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
                 replaced = None if graphdef == self._graphdef_of_same else graphdef
                 return self._collect_updates(flat.leaves, values, even_unchanged, replaced)
-        host_reads.add_hooks(self._on_host)
+        add_hooks(self._on_host)
         owners = [i for i, entry in enumerate(self._plan.entries) for _ in entry.layouts]
         return self._collect_graph(*self._flatten(), {owners[number] for number in even_unchanged})
 
@@ -328,7 +385,7 @@ def _fold_keys(keys: jax.Array, number: ArrayLike) -> jax.Array:
 
 def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: ArrayLike | None) -> None:
     """Empties the metrics on all replicas but the first, so the old state counts once."""
-    metrics = metric_rules.metrics_in(objects)
+    metrics = metrics_in(objects)
     for (metric, own), (_, combine) in zip(metrics, plan.metrics, strict=True):
         if combine is None:
             continue
@@ -337,3 +394,236 @@ def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: ArrayLike | 
         for name, variable in own.items():
             empty = jnp.asarray(raw_value(variable), before[name].dtype)
             variable.set_raw_value(jnp.where(replica == 0, before[name], empty))
+
+
+# -- reconcile ----------------------------------------------------------------
+# Combines the replicas' writes to each variable into one value, by the variable's rule.
+
+
+def combine_writes(
+    plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike
+) -> dict[int, Any]:
+    """Returns the values at the end of a step in stored form, by number.
+
+    Args:
+      plan: the static part of the objects at the start.
+      outcome: their static part at the end.
+      finals: number -> global value, a PerReplica where replicas may differ.
+      strategy: the strategy that ran the step.
+
+    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics
+      whose parts a function combines.
+
+    Raises:
+      LocalityError: replicas wrote different values where the rule requires equal ones.
+    """
+    topology = strategy.extended.topology
+    places: list[tuple[Any, Entry]] = [
+        (layout, v.entry) for v in outcome.variables for layout in v.entry.layouts
+    ]
+    combined: dict[int, Any] = {}
+    sums: dict[int, Any] = {}
+    for number, value in finals.items():
+        layout, entry = places[number]
+        if number in outcome.shards:
+            combined[number] = _join_shards(value, layout, topology)
+        elif _is_summed(plan, entry, value, topology):
+            sums[number] = value
+        elif (
+            entry.rule == rules.METRIC and topology.num_replicas > 1 and _combine_rule(plan, entry)
+        ):
+            continue
+        elif entry.rule == rules.FOLD and isinstance(value, PerReplica):
+            _require_origin(outcome, entry)
+        else:
+            combined[number] = _by_rule(plan, outcome, entry, value, topology)
+    if topology.num_replicas == 1:
+        own = [places[i][1] for i, value in combined.items() if is_own(value)]
+        _warn_of_divergence(own, outcome)
+    combined.update(_reduce_sums(sums, places, topology))
+    combined.update(_combine_metrics(plan, places, finals, topology))
+    return {i: as_stored_output(value, places[i][0]) for i, value in combined.items()}
+
+
+def _join_shards(value: PyTree, layout: Layout, topology: Topology) -> Any:
+    return layout.local_form.from_replicas(stack_replicas(from_user_value(value), topology))
+
+
+def _combine_rule(plan: Plan, entry: Entry) -> Any:
+    return None if entry.metric is None else plan.metrics[entry.metric[0]][1]
+
+
+def _is_summed(plan: Plan, entry: Entry, value: object, topology: Topology) -> bool:
+    if topology.num_replicas == 1:
+        return False
+    if entry.rule == rules.MEAN and isinstance(value, PerReplica):
+        return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+    return entry.rule == rules.METRIC and _combine_rule(plan, entry) == SUM
+
+
+def _by_rule(plan: Plan, outcome: Outcome, entry: Entry, value: PyTree, topology: Topology) -> Any:
+    if entry.rule == rules.PER_REPLICA and topology.num_replicas > 1:
+        return PerReplica(stack_replicas(from_user_value(value), topology), topology)
+    if not isinstance(value, PerReplica):
+        return value
+    if entry.rule == rules.METRIC:
+        metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
+        refuse(entry.path, metric)
+    _refuse(entry, _is_new(outcome, entry))
+
+
+def _reduce_sums(
+    sums: Mapping[int, Any], places: Sequence[tuple[Any, Entry]], topology: Topology
+) -> dict[int, Any]:
+    """Returns the sums (of metrics) and means (of statistics), with one collective per dtype."""
+    if not sums:
+        return {}
+    values = [stack_replicas(from_user_value(v), topology) for v in sums.values()]
+    options = CommunicationOptions(bytes_per_pack=sum(x.nbytes for x in values) or 1)
+    reduce = lambda *local: sum_over_replicas(local, topology, options)
+    totals = map_replicas(topology, reduce, values, [True] * len(values), False)
+    return {
+        i: total / topology.num_replicas if places[i][1].rule == rules.MEAN else total
+        for i, total in zip(sums, totals, strict=True)
+    }
+
+
+def _combine_metrics(
+    plan: Plan,
+    places: Sequence[tuple[Any, Entry]],
+    finals: Mapping[int, Any],
+    topology: Topology,
+) -> dict[int, Any]:
+    """Returns the state of the metrics whose parts are combined by a function."""
+    if topology.num_replicas == 1:
+        return {}
+    groups: dict[int, dict[str, int]] = {}
+    for number in finals:
+        entry = places[number][1]
+        if entry.metric is not None and callable(_combine_rule(plan, entry)):
+            groups.setdefault(entry.metric[0], {})[entry.metric[1]] = number
+    combined: dict[int, Any] = {}
+    for metric, numbers in groups.items():
+        parts = {
+            name: stack_replicas(from_user_value(finals[i]), topology)
+            for name, i in numbers.items()
+        }
+        kind, combine = plan.metrics[metric]
+        whole = require_whole(kind, combine(_gather_parts(parts, topology)), numbers)
+        combined.update(
+            (i, jnp.asarray(whole[name], finals[i].dtype)) for name, i in numbers.items()
+        )
+    return combined
+
+
+def _warn_of_divergence(entries: Sequence[Entry], outcome: Outcome) -> None:
+    """Warns of variables that a single replica wrote as several would not: differently."""
+    trained = [e for e in entries if e.rule == rules.MIRRORED and not _is_new(outcome, e)]
+    if trained:
+        text = message(
+            f"{trained[0].path} needs a value that would be equal on every replica",
+            got=f"a {trained[0].kind} computed from one replica's own examples",
+            why=f"{ALONE}{STATE_WHY}",
+            fix=_REDUCED_FIX,
+        )
+        report(Finding("warning", STATE, text, calling_line()), LocalityWarning)
+
+
+def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[str, jax.Array]:
+    """Returns the parts [R, ...], all-gathered to every replica."""
+    gather = lambda *local: [lax.all_gather(x, topology.axis_name) for x in local]
+    arrays = list(parts.values())
+    gathered = map_replicas(topology, gather, arrays, [True] * len(arrays), False)
+    return dict(zip(parts, gathered, strict=True))
+
+
+def _require_origin(outcome: Outcome, entry: Entry) -> None:
+    """Raises for a key that the step created: there is no earlier key to keep."""
+    if not _is_new(outcome, entry):
+        return
+    raise LocalityError(
+        message(
+            f"{entry.path} needs a key that is equal on every replica",
+            got="a random stream made in the step, with a different seed on each replica",
+            why="a stream has one key between steps; in a step each replica draws from that "
+            "key folded with its number",
+            fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
+        )
+    )
+
+
+def _is_new(outcome: Outcome, entry: Entry) -> bool:
+    """Returns whether the step created the variable."""
+    return any(v.origin is None for v in outcome.variables if v.entry is entry)
+
+
+def _refuse(entry: Entry, is_new: bool) -> NoReturn:
+    if entry.kind == BARE:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs to be a variable, whose type has a rule",
+                got="an array as an attribute, that each replica set differently",
+                why="their mean, or a value for each replica may be meant",
+                fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
+            )
+        )
+    if entry.rule == rules.NONE:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs a rule that makes one value of what the replicas wrote",
+                got=f"values that differ per replica, and no rule for {entry.kind}",
+                why="their mean, or a value for each replica may be meant",
+                fix=f'dj.flax.set_rule({entry.kind}, "mean"), or "per_replica"',
+            )
+        )
+    if entry.rule == rules.MEAN:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs floating-point numbers, of which there is a mean",
+                got=f"a {entry.kind} of integers or bools that each replica wrote differently",
+                why="its rule is the mean of what the replicas wrote, and integers have none",
+                fix="write what is equal on every replica: dj.get_replica_context().all_reduce("
+                f"'sum', count); or give it a float dtype, or dj.flax.set_rule({entry.kind}, "
+                '"per_replica")',
+            )
+        )
+    if entry.kind == nnx.RngCount.__name__:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs to count equally many draws on every replica",
+                got="a random stream that some replicas drew from more often than others",
+                why="a stream has one count between steps; this one is drawn from in a branch or "
+                "a loop whose predicate differs per replica",
+                fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
+            )
+        )
+    _refuse_unequal(entry, is_new)
+
+
+def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
+    """Raises for a variable whose rule is that all replicas write the same value."""
+    expected = f"{entry.path} needs a value that is equal on every replica"
+    if is_new:
+        raise LocalityError(
+            message(
+                expected,
+                got=f"a new {entry.kind}, which each replica gave another value",
+                why="each replica draws its own random numbers, and sees its own part of the batch",
+                fix="make it before the step; or draw it from a stream named params, "
+                "nnx.Rngs(params=0), which is the same on all replicas",
+            )
+        )
+    raise LocalityError(
+        message(
+            expected,
+            got=f"a {entry.kind} that each replica wrote differently",
+            why="a missing all_reduce makes every replica train a model of its own",
+            fix=_REDUCED_FIX,
+        )
+    )
+
+
+_REDUCED_FIX = (
+    "grads = dj.get_replica_context().all_reduce('mean', grads) before optimizer.update(model, "
+    "grads); likewise a loss that it takes as value=loss"
+)

@@ -19,55 +19,225 @@ None or an empty container, that it still is one.
 
 from __future__ import annotations
 
-import argparse
-import collections.abc
-import contextlib
-import contextvars
+import collections
 import functools
-import queue
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from distjax.objects.captures import is_library, is_of_a_library, names_of_globals
-from distjax.objects.following import ROADS, Comparison, Edge, has_variables, is_compared_whole
-from distjax.objects.references import (
+from distjax.objects.walk import (
     ATOMS,
     CONTAINERS,
-    contents_of,
+    HOLDERS,
     functions_in,
-    items_of,
+    is_library,
+    is_of_a_library,
+    is_users_object,
     module_of,
     names_in,
-    names_in_texts,
+    parts_of,
     reference_to,
     stored_attributes,
 )
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.partitioned_tree import Static
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
+
+# -- following ----------------------------------------------------------------
+# A Python function that follows references, and compares what is there with what was.
+#
+# Generated, since it runs before each call: following one reference takes some ten nanoseconds.
+
+
+#: Packages of distjax whose objects have variables.
+_WITH_VARIABLES = frozenset({"metrics", "layers", "optim", "losses"})
+#: What is made anew at each access, or is compared otherwise.
+_WITHOUT_IDENTITY = (types.MethodType, types.CellType, functools.partial, *CONTAINERS)
+
+
+def _instance_dict(value: PyTree) -> Any:
+    return object.__getattribute__(value, "__dict__")
+
+
+def _element(value: PyTree, element: PyTree) -> Any:
+    """Returns an element of a set; raises a KeyError if it has no such."""
+    if element in value:
+        return element
+    raise KeyError(element)
+
+
+HELPERS: dict[str, Any] = {
+    "attributes": _instance_dict,
+    "dict_get": dict.get,
+    "element": _element,
+}
+
+#: How a kind of reference is followed: as code, and here. {0}: the holder, {1}: the key.
+ROADS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "attribute": ("{0}.{1}", getattr),
+    "global": ("{0}[{1}]", lambda h, k: h.__globals__[k]),
+    "instance": ("attributes({0})[{1}]", lambda h, k: _instance_dict(h)[k]),
+    "item": ("{0}[{1}]", lambda h, k: h[k]),
+    "dict item": ("dict_get({0}, {1})", dict.get),
+    "object item": ("{0}[{1}()]", lambda h, k: h[k()]),
+    "element": ("element({0}, {1}())", lambda h, k: _element(h, k())),
+    "call": ("{0}()", lambda h, _: h()),
+    "context": ("{0}.get(None)", lambda h, _: h.get(None)),
+    "member": ("vars({0})[{1}]", lambda h, k: vars(h)[k]),
+}
+
+
+class Edge(NamedTuple):
+    """One reference: the holder and the value, by their numbers, and how one gets there."""
+
+    holder: int
+    kind: str
+    key: PyTree
+    value: int
+
+
+class Comparison:
+    """The Python function that follows references and compares.
+
+    Args:
+      values: all objects that were found.
+      roots: weak references to those that are not followed to.
+      targets: the numbers of those to be compared.
+      edges: the references that lead to them.
+      vacant: references to None, to be compared.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        roots: dict[int, Callable[[], Any]],
+        targets: set[int],
+        edges: Sequence[Edge],
+        vacant: Sequence[tuple[int, str, Any]],
+    ):
+        self._values, self._roots = values, roots
+        self._targets, self._vacant = targets, vacant
+        self._from: dict[int, list[Edge]] = collections.defaultdict(list)
+        for edge in edges:
+            self._from[edge.holder].append(edge)
+        self._lines: list[str] = []
+        self._constants: dict[str, Any] = {}
+        self._named: dict[int, str] = {}  # the constants, by id
+        self._bound: set[int] = set()
+        self._bound_globals: set[str] = set()
+
+    def compile(self) -> Callable[[], bool] | None:
+        """Returns the function; None if it would compare nothing."""
+        compared = {holder for holder, _, _ in self._vacant}
+        queue = collections.deque(
+            n for n in sorted(self._roots) if n in self._from or n in compared
+        )
+        for number in queue:
+            self._lines.append(f"n{number} = {self._constant(self._roots[number])}()")
+            self._bound.add(number)
+        num_roots = len(queue)
+        while queue:
+            number = queue.popleft()
+            for edge in self._from[number]:
+                queue.extend(self._follow(edge))
+            for holder, kind, key in self._vacant:
+                if holder == number:
+                    self._require(f"{self._road(holder, kind, key)} is not None")
+        if len(self._lines) == num_roots:
+            return None
+        return _make_function(tuple(self._lines), self._constants)
+
+    def _follow(self, edge: Edge) -> Iterator[int]:
+        """Adds the lines of one reference; yields its value if it is to be followed further."""
+        number, road = edge.value, self._road(edge.holder, edge.kind, edge.key)
+        value = self._values[number]
+        if number in self._targets:
+            is_variable = isinstance(value, StoredVariable)
+            wanted = self._constant(value if is_variable else weakref.ref(value))
+            self._require(f"{road} is not {wanted}{'' if is_variable else '()'}")
+        elif number in self._bound:
+            self._require(f"{road} is not n{number}")
+        else:
+            self._bound.add(number)
+            self._lines.append(f"n{number} = {road}")
+            self._compare_on_the_way(edge, number, value)
+            yield number
+
+    def _compare_on_the_way(self, edge: Edge, number: int, value: PyTree) -> None:
+        if isinstance(value, CONTAINERS):
+            if not (edge.key == "__closure__" or has_variables(self._values[edge.holder])):
+                self._require(f"len(n{number}) != {len(value)}")
+        elif isinstance(value, types.FunctionType):
+            self._require(f"n{number}.__code__ is not {self._constant(value.__code__)}")
+        elif not is_of_a_library(value) and not isinstance(value, _WITHOUT_IDENTITY):
+            reference = reference_to(value)
+            if isinstance(reference, weakref.ref):
+                self._require(f"n{number} is not {self._constant(reference)}()")
+
+    def _require(self, unlike: str) -> None:
+        self._lines.append(f"if {unlike}: return False")
+
+    def _road(self, holder: int, kind: str, key: PyTree) -> str:
+        name = f"n{holder}"
+        if kind == "global":
+            name = f"g{holder}"
+            if name not in self._bound_globals:
+                self._bound_globals.add(name)
+                self._lines.append(f"{name} = n{holder}.__globals__")
+        if kind != "attribute":
+            key = repr(key) if type(key) in (str, int) else self._constant(key)
+        return ROADS[kind][0].format(name, key)
+
+    def _constant(self, value: PyTree) -> str:
+        name = self._named.get(id(value))
+        if name is None:
+            name = self._named[id(value)] = f"c{len(self._constants)}"
+            self._constants[name] = value
+        return name
+
+
+def _make_function(lines: tuple[str, ...], constants: dict[str, Any]) -> Callable[[], bool]:
+    space = {**HELPERS, **constants}
+    exec(_code_for(lines, tuple(constants)), space)
+    return space["is_current"]
+
+
+@functools.lru_cache(maxsize=256)
+def _code_for(lines: tuple[str, ...], constants: tuple[str, ...]) -> types.CodeType:
+    # Defaults are local, which is the fastest to read.
+    text = [
+        f"def is_current({', '.join(f'{name}={name}' for name in constants)}):",
+        " try:",
+        *(f"  {line}" for line in lines),
+        " except Exception:",  # something is not there: the function itself will say so
+        "  return False",
+        " return True",
+    ]
+    return compile("\n".join(text), "<what a step reached>", "exec")
+
+
+def is_compared_whole(value: PyTree) -> bool:
+    """Returns whether an object of distjax is compared by identity, not by what is in it."""
+    cls = type(value)
+    extended = getattr(cls, "extended", None)
+    is_strategy = isinstance(extended, property) and extended.fget.__module__.startswith("distjax.")
+    return is_strategy or getattr(cls, "is_compared_whole", False)
+
+
+def has_variables(value: PyTree) -> bool:
+    """Returns whether a value is an object of distjax that has variables."""
+    package, _, rest = module_of(type(value)).partition(".")
+    return package == "distjax" and rest.partition(".")[0] in _WITH_VARIABLES
+
 
 #: How many objects are searched.
 _MAX_OBJECTS = 20_000
 _ARRAYS = (jax.Array, np.ndarray, np.generic, PerReplica)
-#: Classes of libraries that hold what the user puts into them: their attributes are followed.
-_HOLDERS = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    threading.local,
-    contextlib.nullcontext,
-    queue.Queue,
-    collections.abc.Mapping,  # ChainMap, UserDict, FrozenDict, configurations
-    collections.UserList,
-)
-_OF_PARTIALS = ("func", "args", "keywords")
 
 
 class Reached:
@@ -187,66 +357,30 @@ class _Search:
             self._edges.append(Edge(holder, kind, key, self._number(part)))
 
     def _parts(self, number: int, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
-        """Yields what `value` refers to: (kind, key, part)."""
+        """Yields what `value` refers to, as far as a trace may go there: (kind, key, part)."""
         if isinstance(value, StoredVariable) or is_compared_whole(value):
             return
-        if isinstance(value, CONTAINERS):
-            yield from items_of(value)
-        elif isinstance(value, types.CellType):
-            yield from contents_of(value)
-        elif isinstance(value, types.MethodType):
-            yield "attribute", "__func__", value.__func__
-            yield "attribute", "__self__", value.__self__
-        elif isinstance(value, functools.partial):
-            yield from (("attribute", name, getattr(value, name)) for name in _OF_PARTIALS)
-        elif isinstance(value, weakref.ref):
-            yield "call", None, value()
-        elif isinstance(value, contextvars.ContextVar):
-            yield "context", None, value.get(None)
-        elif isinstance(value, (types.ModuleType, type)):
+        if isinstance(value, (types.ModuleType, type)):
             if not is_library(module_of(value)):
                 self._by_name.append((number, set()))
-        elif isinstance(value, Static):
-            yield "attribute", "value", value.value
-        else:
-            yield from self._parts_of_object(value)
-
-    def _parts_of_object(self, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
-        if isinstance(value, types.FunctionType) and not is_of_a_library(value):
-            yield from self._parts_of_function(value)
         elif has_variables(value):
             chosen = getattr(type(value), "reached_parts", None)
-            for kind, name, part in stored_attributes(value):
-                if chosen is None or name in chosen:
-                    yield kind, name, part
-        elif is_of_a_library(value) and not isinstance(value, _HOLDERS):
-            wrapped = getattr(value, "__wrapped__", None)
-            if wrapped is not None:
-                yield "attribute", "__wrapped__", wrapped
+            yield from (x for x in stored_attributes(value) if chosen is None or x[1] in chosen)
         else:
-            for cls in type(value).__mro__:
-                if not is_library(module_of(cls)):
-                    self._add_root(cls, weakref.ref(cls))
-            self._names.add("__call__")
-            yield from stored_attributes(value)
-
-    def _parts_of_function(self, fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
-        self._names.update(names_in(fn.__code__))
-        if fn.__closure__:
-            yield "attribute", "__closure__", fn.__closure__
-        named = names_of_globals(fn.__code__)
-        if "globals" in named:  # globals()["loss"]
-            named = (*named, *names_in_texts(fn.__code__))
-        for name in named:
-            place = id(fn.__globals__), name
-            if name in fn.__globals__ and place not in self._globals:
-                self._globals.add(place)
-                yield "global", name, fn.__globals__[name]
-        for name in ("__defaults__", "__kwdefaults__"):
-            if (part := getattr(fn, name)) is not None:
-                yield "attribute", name, part
-        for name, part in vars(fn).items():
-            yield "attribute", name, part
+            if isinstance(value, types.FunctionType) and not is_of_a_library(value):
+                self._names.update(names_in(value.__code__))
+            elif is_users_object(value):
+                for cls in type(value).__mro__:
+                    if not is_library(module_of(cls)):
+                        self._add_root(cls, weakref.ref(cls))
+                self._names.add("__call__")
+            for kind, key, part in parts_of(value):
+                if kind == "global":
+                    place = id(value.__globals__), key
+                    if place in self._globals:
+                        continue
+                    self._globals.add(place)
+                yield kind, key, part
 
     # -- what leads to a target -------------------------------------------------
 
@@ -291,7 +425,7 @@ class _Search:
             return True
         if isinstance(value, (types.FunctionType, functools.partial, *CONTAINERS)):
             return False
-        is_users = isinstance(value, _HOLDERS) or not is_of_a_library(value)
+        is_users = isinstance(value, HOLDERS) or not is_of_a_library(value)
         return is_users and key in self._names
 
     def _leads(self, edge: Edge) -> bool:

@@ -8,25 +8,24 @@ once its library has been.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 
+from distjax import hooks
 from distjax.context.contracts import StrategyLike
-from distjax.objects.claims import HeldClaims
-from distjax.replica.partitioned_tree import ObjectStateKey
+from distjax.objects.walk import Place
+from distjax.replica.partitioned_tree import ObjectStateKey, is_one_leaf
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 
 R = TypeVar("R")
-
-#: Library module -> the distjax module with its bridge, as `BRIDGE`.
-_BRIDGES = {"flax.nnx": "distjax.flax.bridge"}
 
 
 class Bridge(Protocol):
@@ -40,11 +39,8 @@ class Bridge(Protocol):
         """Returns whether `value` is a variable, which may be part of a larger object."""
         ...
 
-    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
-        """Returns `tree` with copies of its containers of variables that are values.
-
-        Also returns the ids of the variables in the copies, which no other thread has.
-        """
+    def with_own_values(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with copies of its containers of variables that are values."""
         ...
 
     def unwrap(self, fn: Callable[..., Any]) -> Any:
@@ -55,16 +51,15 @@ class Bridge(Protocol):
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
-        held: HeldClaims | None,
-        own: Container[int],
+        *,
+        is_in_program: bool,
     ) -> ObjectLeaves:
         """Returns the objects split into arrays, after placing them for `strategy`.
 
         Args:
           objects: the objects, without duplicates.
           strategy: the strategy, or None.
-          held: acquires the claims of the objects; None inside a program, whose call holds them.
-          own: the ids of objects that only this call has, which need no claim.
+          is_in_program: whether a trace meets them, whose call has found them.
         """
         ...
 
@@ -151,7 +146,7 @@ class TracedObjects(Protocol):
 
 def active_bridge() -> Bridge | None:
     """Returns the bridge of an imported library, or None."""
-    for library, ours in _BRIDGES.items():
+    for library, ours in hooks.object_layers.items():
         if library in sys.modules:
             return _import_bridge(ours)
     return None
@@ -159,11 +154,7 @@ def active_bridge() -> Bridge | None:
 
 @functools.cache
 def _import_bridge(name: str) -> Bridge:
-    return importlib.import_module(name).BRIDGE
-
-
-class StatefulObjectFound(Exception):
-    """A trace met stateful objects that its arguments do not contain."""
+    return importlib.import_module(name).LAYER
 
 
 class Placeholder:
@@ -186,3 +177,119 @@ jax.tree_util.register_pytree_with_keys(
 def is_placeholder(value: object) -> bool:
     """Returns whether `value` stands for an object; for use as ``is_leaf=``."""
     return isinstance(value, Placeholder)
+
+
+# -- program form -------------------------------------------------------------
+# How a call with stateful objects enters and leaves a program.
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticPart:
+    """The static part of the objects that one call takes or captures.
+
+    Attributes:
+      plan: from the bridge.
+      captured: for each reference to an object in the function, the index of that object and
+        the place of the reference.
+      kept: indices of leaves that are returned even if unchanged, because they are donated.
+    """
+
+    plan: Any
+    captured: tuple[tuple[int, Place], ...]
+    kept: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedCall:
+    """The static part of what a call with objects returns.
+
+    Attributes:
+      outcome: from `TracedObjects.collect`.
+      returns_objects: whether placeholders of objects are among the user's results.
+    """
+
+    outcome: Any
+    returns_objects: bool
+
+
+class ResultTree:
+    """The user's results, taken apart: the classes in them are called after the write-back.
+
+    They are the user's code, which may raise, and the objects have to be written whole by then.
+
+    Args:
+      paths: of the leaves.
+      leaves: the leaves.
+      treedef: the user's tree.
+    """
+
+    __slots__ = ("leaves", "paths", "treedef")
+
+    def __init__(
+        self, paths: Sequence[str], leaves: Sequence[Any], treedef: jax.tree_util.PyTreeDef
+    ):
+        self.paths, self.leaves, self.treedef = paths, leaves, treedef
+
+    def build(self) -> Any:
+        """Returns the results."""
+        return self.treedef.unflatten(self.leaves)
+
+
+def take_apart(results: PyTree) -> ResultTree:
+    """Returns the results of a step as a tree that is built without the user's code."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_one_leaf)
+    paths = [jax.tree_util.keystr(path) for path, _ in pairs]
+    return ResultTree(paths, [leaf for _, leaf in pairs], treedef)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UserPath:
+    """A path in the user's results, as one key."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+jax.tree_util.register_pytree_with_keys(
+    ResultTree,
+    lambda t: (
+        [(_UserPath(path), leaf) for path, leaf in zip(t.paths, t.leaves, strict=True)],
+        (tuple(t.paths), t.treedef),
+    ),
+    lambda aux, leaves: ResultTree(aux[0], tuple(leaves), aux[1]),
+    lambda t: (t.leaves, (tuple(t.paths), t.treedef)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectKeywords:
+    """The keyword arguments of a call with objects, plus what is in no argument.
+
+    Attributes:
+      kwargs: the user's keyword arguments.
+      captured: the leaves of objects that are only captured by the function.
+      static: the static part of the objects.
+    """
+
+    kwargs: dict[str, Any]
+    captured: list[Placeholder]
+    static: StaticPart
+
+
+def _flatten_keywords(node: ObjectKeywords) -> tuple[Any, Any]:
+    names = sorted(node.kwargs)
+    values = [(jax.tree_util.DictKey(name), node.kwargs[name]) for name in names]
+    captured = (jax.tree_util.DictKey("captured objects"), node.captured)
+    return (*values, captured), (node.static, tuple(names))
+
+
+def _unflatten_keywords(
+    aux: tuple[StaticPart, tuple[str, ...]], children: Iterable[PyTree]
+) -> ObjectKeywords:
+    *values, captured = children
+    return ObjectKeywords(dict(zip(aux[1], values, strict=True)), captured, aux[0])
+
+
+jax.tree_util.register_pytree_with_keys(ObjectKeywords, _flatten_keywords, _unflatten_keywords)

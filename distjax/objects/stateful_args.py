@@ -18,25 +18,21 @@ import jax
 
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.objects.captures import Place, find_captures
-from distjax.objects.claims import HeldClaims
-from distjax.objects.outer_state import checking_outer_state
-from distjax.objects.program_form import (
+from distjax.objects.plain_objects import checking_outer_state
+from distjax.objects.stateful import (
+    Bridge,
     ObjectKeywords,
+    ObjectLeaves,
+    Placeholder,
     ResultTree,
     StaticPart,
     TracedCall,
-    take_apart,
-)
-from distjax.objects.stateful import (
-    Bridge,
-    ObjectLeaves,
-    Placeholder,
-    StatefulObjectFound,
     TracedObjects,
     active_bridge,
     is_placeholder,
+    take_apart,
 )
+from distjax.objects.walk import Place, find_captures
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.partitioned_tree import Static, is_one_leaf
@@ -48,6 +44,9 @@ from distjax.variables.state import TraceState
 # The objects of this thread's current program call. A trace finds them here, because the static
 # part of a call must not keep them alive.
 _this_thread = threading.local()
+#: Held from reading the state of objects until the new state is written: if two threads did so at
+#: once, both would read the same state, and one of their steps would be lost.
+one_at_a_time = threading.RLock()
 
 
 class StatefulArgs:
@@ -222,19 +221,20 @@ def extract_objects(
     kwargs: dict[str, Any],
     strategy: StrategyLike | None,
     donated: Collection[int],
-    held: HeldClaims | None,
+    *,
+    is_in_program: bool = False,
 ) -> StatefulArgs | None:
     """Splits the objects among the arguments of ``fn`` and those that it captured.
 
-    Returns None if there are none.
+    Returns None if there are none. Outside a program, with `one_at_a_time` held.
     """
     bridge = active_bridge()
     if bridge is None:
         return None
-    leaves, own = _leaves(bridge, args, kwargs), frozenset[int]()
+    leaves = _leaves(bridge, args, kwargs)
     if any(map(bridge.is_member, leaves)):
-        (args, kwargs), own = bridge.with_own_values((args, kwargs))
-        leaves = _leaves(bridge, args, kwargs) if own else leaves
+        args, kwargs = bridge.with_own_values((args, kwargs))
+        leaves = _leaves(bridge, args, kwargs)
     given, captures = _find_objects(bridge, fn, leaves)
     found = {id(o): o for o in (*given, *(o for o, _ in captures))}
     if not found:
@@ -242,7 +242,7 @@ def extract_objects(
     indices = {key: i for i, key in enumerate(found)}
     captured = tuple((indices[id(o)], place) for o, place in captures)
     objects = list(found.values())
-    split = bridge.flatten(objects, strategy, held, own)
+    split = bridge.flatten(objects, strategy, is_in_program=is_in_program)
     return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
 
 
@@ -302,7 +302,7 @@ def run_here(
     state: TraceState,
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
-    stateful = extract_objects(fn, args, kwargs, strategy, (), None)
+    stateful = extract_objects(fn, args, kwargs, strategy, (), is_in_program=True)
     with _checking_trace(fn, is_whole_program=False):
         if stateful is None:
             return run_in_trace(strategy, fn, args, kwargs, state)
@@ -325,7 +325,6 @@ def emit_run(
     with _checking_trace(fn):
         if isinstance(kwargs, ObjectKeywords):
             return _this_thread.call.emit_run(strategy, fn, args, kwargs, state)
-        _require_no_state(fn, args, kwargs)
         return run_in_trace(strategy, fn, args, kwargs, state)
 
 
@@ -336,15 +335,7 @@ def emit_call(
     with _checking_trace(fn):
         if isinstance(kwargs, ObjectKeywords):
             return _this_thread.call.emit_call(fn, args, kwargs)
-        _require_no_state(fn, args, kwargs)
         return fn(*args, **kwargs)
-
-
-def _require_no_state(
-    fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> None:
-    if has_objects(fn, args, kwargs):
-        raise StatefulObjectFound
 
 
 @contextlib.contextmanager

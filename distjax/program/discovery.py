@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from distjax import inner_traces, jax_compat
+from distjax import hooks, inner_traces, jax_compat
 from distjax.collectives.joining import join_maps
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
+from distjax.context.frames import Frame
 from distjax.errors import TraceLeakError, message
-from distjax.objects.object_arguments import ObjectArguments
+from distjax.objects.plain_objects import ObjectArguments
 from distjax.objects.reached import Reached
 from distjax.objects.stateful import active_bridge
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import AuxData, PerReplica, with_aux
 from distjax.placement.row_flow import stand_in
 from distjax.placement.transfer import transfer
-from distjax.program.initial_values import InitialValues, as_global
-from distjax.program.output_spec import OutputSpec
-from distjax.program.step import Step
 from distjax.replica.body_errors import add_value_note
 from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
@@ -39,8 +38,288 @@ from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
 from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
+from distjax.variables import access
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, with_variables_as_inputs
+from distjax.variables.storage import hand_out
+from distjax.variables.variable import Variable
+
+# -- step ---------------------------------------------------------------------
+# Step: the contract for what a program compiles.
+
+
+class Step(Protocol):
+    """A user's function, and how it runs inside the trace of a program."""
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        ...
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The names of its positional arguments."""
+        ...
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The positional arguments whose buffers are donated."""
+        ...
+
+    @property
+    def ignores_user_mesh(self) -> bool:
+        """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
+        ...
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether stateful objects may be among its arguments, or captured by its function."""
+        ...
+
+    @property
+    def strategy(self) -> StrategyLike | None:
+        """The strategy for which such objects are placed; None: the one they are placed for."""
+        ...
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        ...
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns the frame that the function runs in, with variables in `state`."""
+        ...
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function in the trace of `state`; returns global-view results."""
+        ...
+
+    def place(self, tree: PyTree) -> Any:
+        """Returns the arguments, with arrays on other devices moved to the program's devices."""
+        ...
+
+
+# -- output spec --------------------------------------------------------------
+# How the array results of a program become the user's results.
+#
+# What is not an array in a signature's results (Python objects, the result tree) leaves a compiled
+# call in the auxiliary data of its output tree, since a cache hit runs none of our Python code
+# inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``, where
+# `outputs` are the array results or, if JAX can build these in C, directly the user's results.
+
+
+#: Trees that JAX builds in C.
+_BUILT_IN = (tuple, list, dict, type(None))
+
+
+class OutputSpec:
+    """The results of one signature, apart from their arrays.
+
+    Args:
+      partitioned: the user's tree of results.
+      per_replica: for each array, the aux data of its PerReplica, or None.
+      recreated: the names of existing variables that constructors returned again.
+
+    Attributes:
+      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
+        the program returns the user's results.
+      recreated: as given.
+      completion: the index of the array that is ready when the program has completed; None: its
+        token is.
+    """
+
+    __slots__ = ("_is_built_in", "completion", "recreated", "unpack")
+
+    def __init__(
+        self,
+        partitioned: PartitionedTree,
+        per_replica: tuple[AuxData | None, ...],
+        recreated: tuple[str, ...],
+    ):
+        self.recreated = recreated
+        self.completion: int | None = None
+        combine = partitioned.combine
+        if partitioned.is_of_arrays:
+            combine = partitioned.treedef.unflatten
+        has_per_replica = any(aux is not None for aux in per_replica)
+        self.unpack: Callable[[Sequence[jax.Array]], Any] | None = (
+            functools.partial(_unpack, combine, per_replica) if has_per_replica else combine
+        )
+        self._is_built_in = (
+            partitioned.is_of_arrays and not has_per_replica and _is_built_in(partitioned.treedef)
+        )
+
+    def pack(self, arrays: Sequence[Any]) -> Any:
+        """Returns the outputs of a program whose results are these arrays."""
+        if not self._is_built_in or self.unpack is None:
+            return arrays
+        outputs, self.unpack = self.unpack(arrays), None
+        return outputs
+
+    def results(self, outputs: PyTree) -> Any:
+        """Returns the user's results."""
+        return outputs if self.unpack is None else self.unpack(outputs)
+
+
+def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
+    """Returns whether a tree is built without running Python, where a signal could drop it."""
+    return all(kind in _BUILT_IN for kind, _ in nodes_of(treedef))
+
+
+def _unpack(
+    combine: Callable[[Sequence[Any]], Any],
+    per_replica: tuple[AuxData | None, ...],
+    arrays: Sequence[jax.Array],
+) -> Any:
+    return combine(
+        [
+            array if aux is None else with_aux(array, aux)
+            for array, aux in zip(arrays, per_replica, strict=True)
+        ]
+    )
+
+
+def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
+    """Returns the spec as a tree without leaves, for a result of `jit`.
+
+    A key, not a node of its own class: `jit` builds a dict without running Python, where a
+    signal could raise and drop all results.
+    """
+    return {spec: None}
+
+
+def spec_of(returned: tuple[Any, ...]) -> OutputSpec:
+    """Returns the spec in the result of a compiled program."""
+    (spec,) = returned[1]
+    return spec
+
+
+# -- which result shows that a program has completed ---------------------------
+
+#: Elements of a result that may be held for the next launch.
+_SMALL = 256
+
+
+def show_end(
+    spec: OutputSpec,
+    results: Sequence[Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    donate_argnums: Sequence[int],
+) -> jax.Array | None:
+    """Sets in `spec` which result shows that the program has completed; if none, returns a token.
+
+    The token is one more result, which shows it. It costs ten microseconds on eight devices.
+    """
+    donated = [arg for i, arg in enumerate(args) if i in donate_argnums]
+    spec.completion = _find_completion(results, (args, kwargs), donated)
+    return jnp.zeros((), jnp.int8) if spec.completion is None else None
+
+
+def completion_of(returned: tuple[Any, ...]) -> Any:
+    """Returns what is ready when the program that returned this is done; None: nothing tells."""
+    completion = spec_of(returned).completion
+    return returned[3] if completion is None else jax.tree.leaves(returned[2])[completion]
+
+
+def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:
+    """Returns the number of a result that shows that the program has completed, as a loss does.
+
+    It is held for a while (see `Ledger`, `throttle`), so it has to be small; JAX hands on an input
+    at once; and what takes the place of a donated input is gone with the next call.
+    """
+    kinds = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(donated)}
+    given = {id(leaf) for leaf in jax.tree.leaves(inputs)}
+    for number, x in enumerate(results):
+        if not isinstance(x, jax.Array):  # a constant of the program
+            continue
+        is_kept = x.size <= _SMALL and (x.shape, x.dtype) not in kinds
+        if is_kept and id(x) not in given and not jax_compat.is_key_dtype(x.dtype):
+            return number
+    return None
+
+
+# -- initial values -----------------------------------------------------------
+# The initial values of variables that a step creates, computed where they will live.
+
+
+class InitialValues:
+    """The initial values of created variables, as a part of the traced step.
+
+    Args:
+      jaxpr: the traced step; its last inputs are the global values of `reads`.
+      consts: the constants of `jaxpr`.
+      reads: the variables that the step reads.
+      outvars: for each created variable, the output that is its initial value.
+    """
+
+    def __init__(
+        self,
+        jaxpr: jax_compat.Jaxpr,
+        consts: Sequence[Any],
+        reads: Sequence[Variable],
+        outvars: Mapping[Variable, Any],
+    ):
+        self._jaxpr, self._consts = jaxpr, consts
+        self._reads, self._outvars = reads, outvars
+
+    def store(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Computes the values for a call with these arguments, and stores them."""
+        with jax_compat.outside_traces():
+            self.compute(step, args, kwargs)
+        for variable in self._outvars:
+            variable.stored.complete_creation()
+
+    def compute(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Computes the values for a call with these arguments; the variables store them later.
+
+        Uses one program per strategy, with explicit output shardings, so that no value is ever
+        whole on one device.
+        """
+        groups: dict[Any, list[Variable]] = {}
+        for variable in self._outvars:
+            groups.setdefault(variable.strategy, []).append(variable)
+        read = (as_global(v, hand_out(v.stored)) for v in self._reads)
+        inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
+        for variables in groups.values():
+            values = self._compute_together(variables, inputs)
+            for variable, value in zip(variables, values, strict=True):
+                if variable.storage is None:
+                    variable.stored.complete = functools.partial(_store, variable, value)
+
+    def _compute_together(
+        self, variables: Sequence[Variable], inputs: Sequence[Any]
+    ) -> Sequence[Any]:
+        part = jax_compat.needed_for(self._jaxpr, [self._outvars[v] for v in variables])
+
+        def initial(arrays: Sequence[Any]) -> list[Any]:
+            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
+            return [_in_stored_form(v, x) for v, x in zip(variables, values, strict=True)]
+
+        shardings = [v.sharding if v.size else None for v in variables]
+        compiled = jax.jit(initial, out_shardings=shardings)
+        for told in hooks.on_created:
+            told(variables, lambda: compiled.lower(inputs))
+        return compiled(inputs)
+
+
+def as_global(variable: Variable, stored: jax.Array) -> Any:
+    """Returns a variable's stored array as its value in the global view."""
+    return variable.layout.from_stored(stored, variable.shape)
+
+
+def _in_stored_form(variable: Variable, value: jax.Array) -> Any:
+    """Returns `value` in stored form, as a copy: a result of `jit` may be one of its inputs."""
+    if not variable.size:
+        return value
+    return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
+
+
+def _store(variable: Variable, value: jax.Array) -> None:
+    if variable.size:
+        variable.stored.swap(value)
+    else:  # JAX cannot place empty outputs: those are placed separately
+        access.initialize(variable, value)
 
 
 class Discovered:
@@ -94,20 +373,15 @@ class Discovered:
     @functools.cached_property
     def spans_devices(self) -> bool:
         """Whether the program runs on several devices, as far as the trace shows."""
-        return any(mesh.size > 1 for mesh in self._meshes())
+        return any(mesh.size > 1 for mesh in self.meshes)
 
     @functools.cached_property
-    def spans_processes(self) -> bool:
-        """Whether the program spans several processes, as far as the trace shows."""
-        if jax.process_count() == 1:
-            return False
-        return any(jax_compat.spans_processes(mesh) for mesh in self._meshes())
-
-    def _meshes(self) -> Iterator[Any]:
+    def meshes(self) -> frozenset[Any]:
+        """The meshes of its arguments and equations."""
         treedef, _ = self._signature
         topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
-        yield from (t.mesh for t in topologies if t.mesh is not None)
-        yield from _meshes_of(self._jaxpr)
+        of_arguments = (t.mesh for t in topologies if t.mesh is not None)
+        return frozenset((*of_arguments, *_meshes_of(self._jaxpr)))
 
     def record(self, reached: Reached) -> None:
         """Records the objects that the trace has reached, once."""

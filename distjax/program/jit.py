@@ -11,34 +11,210 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import get_abstract_mesh
 
 from distjax import user_mesh
 from distjax.context import frames
+from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
-from distjax.errors import message
+from distjax.errors import LocalityError, message
 from distjax.integers import is_int
-from distjax.objects.claims import HeldClaims
-from distjax.objects.program_form import ObjectKeywords
-from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
-from distjax.placement.per_replica import off_their_devices
-from distjax.program.ahead import LoweredProgram
-from distjax.program.error_notes import add_argument_note, explain_devices
+from distjax.objects.stateful import ObjectKeywords, active_bridge, is_placeholder
+from distjax.objects.stateful_args import emit_call, emit_run
+from distjax.placement.bare_rows import require_not_split
+from distjax.placement.per_replica import (
+    PerReplica,
+    is_per_replica,
+    off_their_devices,
+    require_in_front,
+)
+from distjax.placement.topology import Topology
+from distjax.placement.transfer import is_elsewhere, transfer
+from distjax.program.functions import record_new_function
 from distjax.program.program import Program, Require
-from distjax.program.retraces import record_new_function
+from distjax.replica.body_errors import add_value_note
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import as_static
 from distjax.replica.static import is_module, unmark
-from distjax.replica.user_names import function_name, positional_names
+from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_mesh import NO_MESH
 from distjax.variables.state import TraceState
+
+# -- error notes --------------------------------------------------------------
+# Hints for JAX errors caused by how a step uses distjax.
+
+
+def explain_devices(error: Exception, name: str) -> Exception:
+    """Returns the error to raise instead of a JAX error in a program of `dj.jit`."""
+    if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
+        return error
+    return LocalityError(
+        message(
+            f"{name} needs all its variables, and all strategies that it runs, on one set of "
+            "devices",
+            got=str(error).splitlines()[0].removesuffix("."),
+            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
+            "but not variables",
+            fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
+            "an argument",
+        )
+    )
+
+
+def add_argument_note(error: Exception) -> None:
+    """Adds a note to an error whose cause is that an argument is traced, or is a struct."""
+    add_value_note(error)
+    is_struct = isinstance(error, (TypeError, AttributeError)) and "ShapeDtypeStruct" in str(error)
+    if is_struct and _STRUCT_NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_STRUCT_NOTE)
+
+
+_STRUCT_NOTE = (
+    "A jax.ShapeDtypeStruct stands for an array where a step is lowered, explained or checked; "
+    "a call treats it as a Python object, such as the result shape of a jax.pure_callback.\n"
+    "  Fix: step.lower(struct).compile(); an array where the step is called"
+)
+
+
+def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
+    """Adds a note to a JAX error with what distjax knows about its cause.
+
+    Args:
+      error: the error.
+      strategy: the strategy that ran.
+    """
+    add_argument_note(error)
+    text = str(error)
+    axis = re.search(r"unbound axis name: (\w+)", text)
+    if isinstance(error, NameError) and axis is not None:
+        name = strategy.extended.public_axis_name
+        error.add_note(
+            f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
+            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
+            "dj.get_replica_context().all_reduce('mean', x)"
+        )
+    elif isinstance(error, TypeError) and "is not a valid JAX array type" in text:
+        error.add_note(
+            "An array of strings or of Python objects is used in a computation: devices have no "
+            "such arrays.\n"
+            "  Fix: leave it out of the batch; or numbers in its place: "
+            "np.unique(names, return_inverse=True)[1]"
+        )
+    elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
+        error.add_note(
+            "A distjax.Variable stands where JAX wants an array.\n"
+            "  Fix: v.value in place of v, and jax.grad of a function of values"
+        )
+
+
+# -- ahead --------------------------------------------------------------------
+# Ahead-of-time compilation: `lower(*args).compile()(*args)`, as with `jax.jit`.
+#
+# JAX's own stages take the operands of a program, its variables first, which users do not have. So
+# the stages here forward everything to JAX's except the call, which calls the function itself: that
+# finds what was compiled here.
+
+
+class LoweredProgram:
+    """A program lowered for some arguments: a `jax.stages.Lowered` that knows its function.
+
+    Args:
+      lowered: JAX's stage.
+      call: calls the function with all its arguments.
+      args: its positional arguments.
+      marked: the same, with the static ones wrapped in `Static`.
+      static_kwargs: the keyword arguments that are static.
+      names: the names of the function's positional parameters.
+    """
+
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        call: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        marked: tuple[PyTree, ...],
+        static_kwargs: Mapping[str, PyTree],
+        names: Sequence[str],
+    ):
+        self._lowered, self._call = lowered, call
+        pairs = enumerate(zip(args, marked, strict=True))
+        self._static = {i: arg for i, (arg, mark) in pairs if arg is not mark}
+        self._static_kwargs, self._names = static_kwargs, names
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledProgram:
+        """Returns the compiled program; later calls of the function use it too."""
+        compiled = self._lowered.compile(compiler_options)
+        return CompiledProgram(compiled, self._call_with, compiler_options)
+
+    def __getattr__(self, name: str) -> Any:
+        return _find_attribute(self, "_lowered", name)
+
+    def _call_with(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Calls the function with the static arguments that it was lowered for."""
+        given, by_name = list(args), dict(self._static_kwargs)
+        for i, static in self._static.items():
+            if i <= len(given) or i >= len(self._names):
+                given.insert(i, static)
+            else:  # an argument before it comes by keyword
+                by_name[self._names[i]] = static
+        return self._call(*given, **kwargs, **by_name)
+
+
+class CompiledProgram:
+    """A compiled program: a `jax.stages.Compiled` that takes the function's arguments.
+
+    As in JAX, static arguments are left out of the call. Unlike in JAX, arguments of other shapes
+    do not raise but recompile.
+
+    Args:
+      compiled: JAX's stage.
+      call: calls the function, given the arguments that are not static.
+      options: the compiler options, if any.
+    """
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        call: Callable[..., Any],
+        options: Mapping[str, Any] | None,
+    ):
+        self._compiled, self._call, self._options = compiled, call, options
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Runs the program.
+
+        Raises:
+          ValueError: it was compiled with options, which a call of the function cannot use.
+        """
+        if self._options:
+            raise ValueError(
+                message(
+                    "a compiled program that is called needs the default compiler options",
+                    got=f"lower(...).compile({dict(self._options)})",
+                    why="calling it calls the function itself, which takes no options; with "
+                    "options it can only be looked at",
+                    fix="lower(...).compile(); options for all programs by XLA_FLAGS",
+                )
+            )
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return _find_attribute(self, "_compiled", name)
+
+
+def _find_attribute(stage: LoweredProgram | CompiledProgram, of: str, name: str) -> Any:
+    """Returns an attribute of JAX's stage, which a stage being copied does not hold yet."""
+    if of not in vars(stage):
+        raise AttributeError(name)
+    return getattr(vars(stage)[of], name)
 
 
 class CompiledFunction:
@@ -211,6 +387,7 @@ class JitStep:
     """
 
     ignores_user_mesh = False  # its code may name the mesh
+    takes_objects = True
 
     def __init__(
         self,
@@ -219,7 +396,8 @@ class JitStep:
         donate_argnums: tuple[int, ...],
         hands_on_static: bool,
     ):
-        self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
+        self._fn, self._hands_on_static = fn, hands_on_static
+        self.strategy = frame.strategy if frame.has_strategy else None
         self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
@@ -241,13 +419,6 @@ class JitStep:
     def place(self, tree: PyTree) -> Any:
         """Returns uncommitted arguments, which the program may move to its devices."""
         return off_their_devices(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call takes or the function captured."""
-        strategy = self._frame.strategy if self._frame.has_strategy else None
-        return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
 
 def jit(
@@ -392,3 +563,120 @@ def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
                 fix=f"dj.jit(fn, static_argnames=({next(iter(parameters), 'name')!r},))",
             )
         )
+
+
+# -- run step -----------------------------------------------------------------
+# RunStep: a replica function as the step of a program.
+
+
+class RunStep:
+    """A replica function as the step of a program.
+
+    Args:
+      extended: the `extended` of the strategy whose replicas run it.
+      resolve: returns the function, which a program does not keep alive.
+    """
+
+    donate_argnums = ()
+    ignores_user_mesh = takes_objects = True
+
+    def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
+        self._extended, self._resolve = extended, resolve
+        self.name = function_name(resolve())
+        self.argument_names = positional_names(resolve())
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy whose replicas run it."""
+        return self._extended.strategy
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._resolve()
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns a frame of cross-replica context."""
+        return Frame(self._extended.strategy, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function on every replica."""
+        return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
+
+    def place(self, tree: PyTree) -> Any:
+        """Returns the arguments, with arrays on other devices moved to the strategy's."""
+        return place_arguments(self._extended.topology, tree)
+
+
+def _bare_rows_check(extended: ExtendedLike, fn: Callable[..., Any]) -> Require:
+    """Returns `_require_no_bare_rows` for the arguments of ``fn``."""
+    names = function_name(fn), positional_names(fn)
+    return functools.partial(_require_no_bare_rows, extended.topology, *names)
+
+
+def _require_no_bare_rows(
+    topology: Topology,
+    name: str,
+    argument_names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raises for an array that is split over the replicas without being a PerReplica.
+
+    Args:
+      topology: the replicas.
+      name: the name of the function.
+      argument_names: the names of its positional arguments.
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
+    for path, leaf in leaves:
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, PerReplica)):
+            where = f"argument {user_path(jax.tree_util.keystr(path), argument_names)} of {name}"
+            if isinstance(leaf, PerReplica):
+                require_in_front(leaf, topology, where)
+            else:
+                require_not_split(leaf, topology, where)
+
+
+def _is_one_argument(value: object) -> bool:
+    return is_per_replica(value) or is_placeholder(value)
+
+
+def place_arguments(topology: Topology, tree: PyTree) -> Any:
+    """Returns the arguments of `run`, with arrays moved to the strategy's devices."""
+    devices = set(topology.devices)
+
+    def place(leaf: PyTree) -> Any:
+        return transfer(leaf, topology.mirrored) if is_elsewhere(leaf, devices) else leaf
+
+    return jax.tree.map(place, tree, is_leaf=is_per_replica)
+
+
+def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Program:
+    """Returns the program of a replica function.
+
+    Args:
+      extended: the `extended` of the strategy whose replicas run it.
+      resolve: returns the function, which a program does not keep alive.
+    """
+    fn = resolve()
+    on_second_call = record_new_function(fn, extended.strategy)
+    return Program(RunStep(extended, resolve), on_second_call, _bare_rows_check(extended, fn))
+
+
+def compile_on_replicas(
+    strategy: StrategyLike, fn: Callable[..., Any], donate_argnums: int | Sequence[int]
+) -> CompiledFunction:
+    """Returns the program that runs ``fn`` on every replica: see `Strategy.jit`."""
+    require_callable(fn, "jit")
+
+    @functools.wraps(fn)
+    def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
+        return strategy.run(fn, args, kwargs)
+
+    donated = donated_numbers(fn, donate_argnums)
+    require = _bare_rows_check(strategy.extended, fn)
+    renew = lambda copied: compile_on_replicas(strategy, copied, donate_argnums)
+    return CompiledFunction(run_on_replicas, donated, frozenset(), require, renew)

@@ -9,21 +9,27 @@ in, swapped back. Nothing is compiled there: a step is traced and compiled befor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
+from distjax.collectives.throttle import awaiting, count_launch, is_throttled, record_completion
 from distjax.errors import TraceLeakError, message
 from distjax.interrupts import interrupts
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.objects.reached import Reached
-from distjax.program.discovery import Discovered, discover
-from distjax.program.output_spec import OutputSpec, as_static_output, show_end
-from distjax.program.step import Step
+from distjax.program.discovery import (
+    Discovered,
+    OutputSpec,
+    Step,
+    as_static_output,
+    completion_of,
+    discover,
+    show_end,
+)
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
@@ -42,28 +48,6 @@ class UnknownVariables(Exception):
     def __init__(self, found: Discovered):
         super().__init__()
         self.found = found
-
-
-@dataclasses.dataclass(frozen=True)
-class Watcher:
-    """What a layer above the programs does around each launch of one of them.
-
-    Attributes:
-      compiled: ``compiled(build, lowered, args, kwargs)`` before the first launch with such
-        arguments, without any lock.
-      begin: ``begin(build, args, kwargs)`` before each launch, with the lock of its variables.
-      end: ``end(returned)`` after it; None: the launch raised.
-      after: ``after(returned)`` when the lock is free: the place to wait.
-    """
-
-    compiled: Callable[..., None] | None = None
-    begin: Callable[..., None] | None = None
-    end: Callable[[tuple[Any, ...] | None], None] | None = None
-    after: Callable[[tuple[Any, ...]], None] | None = None
-
-
-#: Each makes the Watcher of a new build, or None: a job's ledger, the limit on programs in flight.
-watcher_makers: list[Callable[[Build], Watcher | None]] = []
 
 
 class _Offer(threading.local):
@@ -89,7 +73,7 @@ class Build:
       facts: what the last trace knew of each array result.
       spans_devices: whether the program runs on several devices, as far as traces and their
         arguments show.
-      spans_processes: whether it runs on devices of several processes.
+      meshes: those of its arguments and equations.
       reached: the objects that the function used, and how it came to them.
     """
 
@@ -108,20 +92,18 @@ class Build:
             or found.spans_devices
             or (former is not None and former.spans_devices)
         )
-        self.spans_processes = (
-            found.spans_processes
-            or any(v.spans_processes for v in self.variables)
-            or (former is not None and former.spans_processes)
-        )
+        self.meshes = found.meshes | (former.meshes if former is not None else frozenset())
         locks = {id(v.stored.lock): v.stored.lock for v in self.variables} or {0: VariableLock()}
         is_one = len(locks) == 1
         self.lock: Any = next(iter(locks.values())) if is_one else SeveralLocks(locks.values())
-        self.is_remote = any(v.stored.is_remote for v in self.writes)
         self._keeps = is_one  # whether arrays stay in the list after a launch
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
-        made = [make(self) for make in watcher_makers]
-        self.watchers = [watcher for watcher in made if watcher is not None]
+        self.watchers = hooks.watchers_of(self)
+        if is_throttled() and self.spans_devices:
+            self.watchers.append(hooks.Watcher(after=_throttle))
+        launchers = (launch(self) for launch in hooks.launchers)
+        self._launch_elsewhere = next(filter(None, launchers), None)
         self._begins = [w.begin for w in self.watchers if w.begin is not None]
         self._ends = [w.end for w in self.watchers if w.end is not None]
         self._afters = [w.after for w in self.watchers if w.after is not None]
@@ -164,7 +146,7 @@ class Build:
         self.record(found)
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
-        if self.watchers and (found.spans_devices or found.spans_processes):
+        if self.watchers and found.spans_devices:
             token = show_end(spec, arrays, args, kwargs, self.step.donate_argnums)
         written = [new.get(v, values[v]) for v in self.writes]
         return written, as_static_output(spec), spec.pack(arrays), token
@@ -182,7 +164,7 @@ class Build:
             {*self.variables} >= {*found.reads, *found.created}
             and {*self.writes} >= {*found.writes}
             and (self.spans_devices or not (found.spans_devices or found.takes_spread))
-            and (self.spans_processes or not found.spans_processes)
+            and self.meshes >= found.meshes
         )
 
     @contextlib.contextmanager
@@ -230,8 +212,8 @@ class Build:
         """
         if trace_state.value is not EVAL_TRACE and self.variables:
             require_outside_traces(self)
-        if self.is_remote:
-            return self._launch_remote(args, kwargs, finish)
+        if self._launch_elsewhere is not None:
+            return self._launch_elsewhere(args, kwargs, finish)
         lock = self.lock
         returned: Any = None
         with lock:
@@ -297,29 +279,14 @@ class Build:
             if isinstance(array, jax.Array) and array.is_deleted():
                 variable.stored.lose()
 
-    def _launch_remote(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
-    ) -> tuple[Any, OutputSpec]:
-        """Launches a program that writes variables kept elsewhere, while no one else does.
 
-        Their values are fetched, and the new ones sent after the program has run: if it fails,
-        nothing has been sent.
-        """
-        with contextlib.ExitStack() as stack:
-            for extended in dict.fromkeys(v.strategy.extended for v in self.writes):
-                stack.enter_context(extended.pause_writers())
-            stack.enter_context(self.lock)
-            stored = [v.stored for v in self.writes]
-            before = [s.require() if s.is_remote else s.take_copy() for s in stored]
-            read = [v.stored.require() for v in self.reads]
-            returned = self.jitted(before, read, kwargs, *args)
-            jax.block_until_ready(returned[0])
-            (spec,) = returned[1]
-            with interrupts.held():
-                for each, array in zip(stored, returned[0], strict=True):
-                    each.swap(array)
-                result = returned[2] if finish is None else finish(spec.results(returned[2]))
-        return result, spec
+def _throttle(returned: tuple[Any, ...]) -> None:
+    """Awaits older programs when too many are in flight: see `collectives.throttle`."""
+    number = count_launch()
+    if number == 0 or awaiting or jax.process_count() > 1:
+        end = completion_of(returned)
+        if end is not None and not isinstance(end, jax_compat.Tracer):
+            record_completion(end, number)
 
 
 # -- foreign traces ------------------------------------------------------------

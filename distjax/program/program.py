@@ -8,24 +8,22 @@ these too. All of this happens before the lock on variables is taken.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from distjax import jax_compat, user_mesh
-from distjax.cluster.alone import warn_unless_joined
-from distjax.cluster.phases import phase
+from distjax import hooks, jax_compat, user_mesh
 from distjax.errors import ContextError, message
-from distjax.objects.claims import HeldClaims
-from distjax.objects.stateful import StatefulObjectFound
+from distjax.objects.stateful_args import extract_objects, one_at_a_time
 from distjax.placement.host_values import is_narrowed, require_held
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
-from distjax.program import launch_watchers as launch_watchers  # registers itself
-from distjax.program.discovery import Discovered, discover
-from distjax.program.former_builds import FormerBuilds
+from distjax.program.discovery import Discovered, Step, discover
+from distjax.program.functions import RetraceWatch
 from distjax.program.launch import (
     Build,
     Finish,
@@ -33,14 +31,64 @@ from distjax.program.launch import (
     UnknownVariables,
     require_outside_traces,
 )
-from distjax.program.retraces import RetraceWatch
-from distjax.program.step import Step
 from distjax.replica.feedback import Feedback
 from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.storage import copy_handles, require_undeleted
+
+# -- former builds ------------------------------------------------------------
+# Builds for objects that the user has since put others in the place of: they may come back.
+
+
+#: How many builds are kept whose variables are all in use by a later one.
+_MAX_KEPT = 8
+
+
+class FormerBuilds:
+    """The builds of one program that were replaced since the function reached other objects.
+
+    A former build lives as long as a variable that only it threads, which keeps it: a program may
+    live for ever, and must not keep the model of each fold.
+    """
+
+    def __init__(self) -> None:
+        self._builds: list[weakref.ref[Build]] = []
+        self._kept: collections.deque[Build] = collections.deque(maxlen=_MAX_KEPT)
+        self._latest: Build | None = None  # until it is replaced, for good
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether a build has been put away, and there is no other yet."""
+        return self._latest is not None
+
+    def exchange(self, build: Build | None) -> Build | None:
+        """Puts a build away; returns the one for what is there now, if there is one."""
+        if build is not None:
+            self._latest = build
+        self._builds = [ref for ref in self._builds if ref() is not None]
+        builds = [self._latest, *(ref() for ref in self._builds)]
+        found = next((b for b in builds if b is not None and b.reached.is_the_same()), None)
+        if found is not None:
+            self.replace_by(found)
+        return found
+
+    def replace_by(self, build: Build) -> None:
+        """Records what was made or found in place of the build that was put away."""
+        former, self._latest = self._latest, None
+        if former is None or former is build:
+            return
+        if all(ref() is not former for ref in self._builds):
+            self._builds.append(weakref.ref(former))
+        own = [v for v in former.variables if v not in {*build.variables}]
+        if not own:
+            self._kept.append(former)
+            return
+        # By the list of builds, so that it ends with the program, too.
+        kept = vars(own[0]).setdefault("_builds", weakref.WeakKeyDictionary())
+        kept.setdefault(self, []).append(former)
+
 
 #: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
 Remedy = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
@@ -68,15 +116,14 @@ class Program:
         self._on_second_call = on_second_call
         self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
+        self._ready: Build | None = None  # there is nothing to do but to launch it
         self._formers = FormerBuilds()
+        self._marks_objects = False  # some arguments are Python objects
         self._takes_wide_integers = False
+        self._prepares = bool(step.donate_argnums)  # see `_prepare`
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
         self._feedback: Feedback | None = None
-        self._is_plain = False  # there is a build, and nothing to do but to launch it
-        self._has_no_objects = False
-        self._meets_user_mesh = False
-        self._marks_objects = False
         self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
@@ -84,20 +131,17 @@ class Program:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
-        build, refused = self._build, None
-        is_current = build.reached.is_current if build is not None else None
-        if build is not None and self._is_plain and (is_current is None or is_current()):
-            if self._takes_wide_integers:
-                self._require_held(args, kwargs)
-            if self._step.donate_argnums:
-                args = self._prepare_donated(args)
+        build, refused = self._ready, None
+        if build is not None and ((is_current := build.reached.is_current) is None or is_current()):
+            if self._prepares:
+                args, kwargs = self._prepare(args, kwargs)
             try:
                 outputs, spec = build.launch(args, kwargs)
             except Exception as error:
                 refused = error
             else:
                 if spec.recreated:
-                    self._recreated, self._is_plain = spec.recreated, False
+                    self._recreated, self._ready = spec.recreated, None
                 return outputs if spec.unpack is None else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
             return self._call_slowly(args, kwargs, refused)
@@ -109,6 +153,8 @@ class Program:
     ) -> Any:
         """Runs the program when a call is more than the launch of a build.
 
+        The first two calls are: the second is compared with the first's results.
+
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
@@ -116,17 +162,10 @@ class Program:
         """
         require_no_nan(error, self._step, self._build, args)  # first: it donated the arguments
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
-            self._meets_user_mesh, self._is_plain = True, False
-            return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs, None)
-        if self._has_no_objects:
             try:
-                return self._run(args, kwargs, error=error)
-            except StatefulObjectFound:
-                self._has_no_objects = self._is_plain = False
-        return self._run_first_calls(args, kwargs)
-
-    def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that may pass objects; compares the second with the first's results."""
+                return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs, None)
+            finally:
+                self._ready = None  # the next call may be under that mesh, too
         former, self._feedback = self._feedback, None
         if former is not None:
             former.compare(args, kwargs)
@@ -141,28 +180,23 @@ class Program:
     def _with_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Returns ``run``'s result for the arguments, holding the claims of their objects."""
-        held = HeldClaims()
-        try:
-            stateful = self._step.find_objects(args, kwargs, held)
+        """Returns ``run``'s result for the arguments; threads take turns with their objects."""
+        step = self._step
+        with one_at_a_time:  # until the objects have been written
+            objects = None
+            if step.takes_objects:
+                donated = step.donate_argnums
+                objects = extract_objects(step.function, args, kwargs, step.strategy, donated)
             self._num_calls += 1
             if self._num_calls == 2:
                 self._on_second_call()
-            self._has_no_objects = self._num_calls > 1 and stateful is None
-            return run(args, kwargs) if stateful is None else stateful.call(run)
-        finally:
-            try:
-                held.release()
-            except BaseException:  # a signal raised in it
-                held.release()
-                raise
+            if objects is not None:
+                self._ready = None
+                return objects.call(run)
+        return run(args, kwargs)
 
     def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        finish: Finish | None = None,
-        error: Exception | None = None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> Any:
         """Runs the program and returns the user's results; what `finish` returns builds them.
 
@@ -170,16 +204,20 @@ class Program:
         that `jit` accepts; or it raises.
         """
         _require_guarded(self._step.name, self._recreated)
-        build = self._current_build()
-        if build is None or self._marks_objects:
-            args, kwargs = self._mark_objects(args, kwargs)
-        if self._takes_wide_integers:
-            self._require_held(args, kwargs)
-        if self._step.donate_argnums:
-            args = self._prepare_donated(args)
+        build, error = self._current_build(), None
         if build is None:
+            args, kwargs = self._mark_objects(args, kwargs) or (args, kwargs)
             error = NotTraced()
-        remedies = iter((self._compile_anew, user_mesh.leave_explicit_meshes, self._place))
+        if self._prepares:
+            args, kwargs = self._prepare(args, kwargs)
+        remedies = iter(
+            (
+                lambda _, args, kwargs: self._mark_objects(args, kwargs),
+                self._compile_anew,
+                user_mesh.leave_explicit_meshes,
+                self._place,
+            )
+        )
         try:
             while True:
                 offer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -198,10 +236,10 @@ class Program:
         finally:
             del error  # its traceback holds this frame, and the arguments
         self._recreated = spec.recreated
-        self._is_plain = self._has_no_objects and not (
-            self._marks_objects or self._recreated or self._meets_user_mesh
-        )
-        return spec.results(result) if finish is None else result()
+        if finish is not None:
+            return result()
+        self._ready = build if self._num_calls > 1 and not spec.recreated else None
+        return spec.results(result)
 
     def _current_build(self) -> Build | None:
         """Returns the build for the objects that the function reaches now; None: there is none."""
@@ -211,6 +249,46 @@ class Program:
                 if self._build is build:
                     self._build = self._formers.exchange(build)
         return self._build
+
+    # -- arguments ---------------------------------------------------------------
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments as `jit` takes them; raises for those it would change in silence."""
+        if self._marks_objects:
+            args, kwargs = self._mark_objects(args, kwargs) or (args, kwargs)
+        if self._takes_wide_integers:
+            self._require_held(args, kwargs)
+        step, build = self._step, self._build
+        if not step.donate_argnums:
+            return args, kwargs
+        if not jax_compat.REFUSES_TO_DONATE_DELETED and build is not None and build.spans_devices:
+            self._require_undeleted(args)
+        # Of arrays that variables would lose, copies are donated.
+        return copy_handles(args, step.donate_argnums), kwargs
+
+    def _mark_objects(
+        self, *call: PyTree, is_data: Callable[[Any], bool] = is_array
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Returns (args, kwargs) with Python objects as static nodes; None if there are none."""
+        names = tuple(self._step.argument_names)
+        marked = mark_static(mark_modules(call, names, is_data), names, is_data)
+        if jax.tree.structure(marked) == jax.tree.structure(call):
+            return None
+        self._marks_objects = self._prepares = True
+        return marked
+
+    def _require_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises an OverflowError for host integers of 64 bits that would wrap around."""
+        for leaf in jax.tree.leaves((args, kwargs)):
+            if is_narrowed(leaf):
+                self._takes_wide_integers = self._prepares = True
+                require_held(leaf, f"an argument of {self._step.name}")
+
+    def _require_undeleted(self, args: tuple[Any, ...]) -> None:
+        step = self._step
+        require_undeleted(step.name, step.argument_names, step.donate_argnums, args)
 
     # -- what a call that was refused needs -----------------------------------
 
@@ -231,7 +309,7 @@ class Program:
         """
         require_no_nan(error, self._step, self._build, args)
         if isinstance(error, UnknownVariables):
-            with self._tracing, phase(f"tracing {self._step.name}"):
+            with self._tracing, hooks.working(f"tracing {self._step.name}"):
                 self._rebuild(error.found, args, kwargs)
         if isinstance(error, (NotTraced, UnknownVariables)):
             return args, kwargs
@@ -243,15 +321,11 @@ class Program:
                 raise lost from None if isinstance(error, ContextError) else error
         if "deleted" in str(error):
             self._require_undeleted(args)
-        if not self._marks_objects:
-            marked = self._mark_objects(args, kwargs)
-            if self._marks_objects:
-                return marked
-        for remedy in remedies:
-            changed = remedy(error, args, kwargs)
-            if changed is not None:
-                return changed
-        raise error
+        changed = filter(None, (remedy(error, args, kwargs) for remedy in remedies))
+        found = next(changed, None)
+        if found is None:
+            raise error
+        return found
 
     def _compile_anew(
         self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
@@ -271,16 +345,6 @@ class Program:
                 return_to_replicas(leaf)
         return self._step.place((args, kwargs))
 
-    def _mark_objects(
-        self, *call: PyTree, is_data: Callable[[Any], bool] = is_array
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) with Python objects as static nodes; records if any."""
-        names = tuple(self._step.argument_names)
-        marked = mark_static(mark_modules(call, names, is_data), names, is_data)
-        if jax.tree.structure(marked) != jax.tree.structure(call):
-            self._marks_objects, self._is_plain = True, False
-        return marked
-
     # -- tracing and compiling --------------------------------------------------
 
     def _compile(
@@ -292,7 +356,7 @@ class Program:
         does at each call. Without variables there is no lock to hold up anyone, so the launch
         itself compiles what was traced here.
         """
-        with self._tracing, phase(f"compiling {self._step.name}"):
+        with self._tracing, hooks.working(f"compiling {self._step.name}"):
             self.require(args, kwargs)
             self._require_held(args, kwargs)
             build, found = self._build, None
@@ -339,7 +403,8 @@ class Program:
     ) -> jax.stages.Lowered:
         self.require(args, kwargs)
         self._current_build()
-        args, kwargs = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
+        marked = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
+        args, kwargs = marked or (args, kwargs)
         with self._tracing:
             try:
                 return self._lower_traced(args, kwargs)
@@ -376,30 +441,11 @@ class Program:
             require_no_trace(created[0].name)
             found.initial_values.store(self._step, args, kwargs)
             found = discover(self._step, args, kwargs, CreationLog(made=created))
-        warn_unless_joined(self._step.name)
+        for told in hooks.on_new_program:
+            told(self._step.name)
         self._build = build = Build(self._step, found, self._build)
         self._formers.replace_by(build)
         return build, found
-
-    # -- what JAX would do to arguments in silence ------------------------------
-
-    def _require_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises an OverflowError for host integers of 64 bits that would wrap around."""
-        for leaf in jax.tree.leaves((args, kwargs)):
-            if is_narrowed(leaf):
-                self._takes_wide_integers = True
-                require_held(leaf, f"an argument of {self._step.name}")
-
-    def _prepare_donated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the arguments, copying arrays that variables would lose by donation."""
-        build = self._build
-        if not jax_compat.REFUSES_TO_DONATE_DELETED and build is not None and build.spans_devices:
-            self._require_undeleted(args)
-        return copy_handles(args, self._step.donate_argnums)
-
-    def _require_undeleted(self, args: tuple[Any, ...]) -> None:
-        step = self._step
-        require_undeleted(step.name, step.argument_names, step.donate_argnums, args)
 
 
 def require_no_nan(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
 
 from distjax.errors import ContextError, message
-from distjax.program.function_cache import FunctionCache
+from distjax.program.functions import FunctionCache
 from distjax.servers.closure import Closure, State, cancelled, cut_short, end_of_data, given_up
 from distjax.servers.elements import PerWorkerSource
 from distjax.servers.engine import Ran, WorkerDied

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.errors import message
+from distjax.interrupts import interrupts
 from distjax.placement.transfer import transfer
+from distjax.program.discovery import OutputSpec, spec_of
+from distjax.program.launch import Build, Finish
 from distjax.servers.server import ParameterServer
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.local_form import WHOLE
@@ -377,3 +381,40 @@ def sizes_of(variable: StoredVariable) -> tuple[int, ...]:
     """Returns the number of rows of each shard of a variable; () if it is whole."""
     parts = parts_of(variable)
     return tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()
+
+
+# -- programs that write variables at servers ------------------------------------
+
+
+def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
+    """Launches a program that writes variables kept elsewhere, while no one else does.
+
+    Their values are fetched, and the new ones sent after the program has run: if it fails,
+    nothing has been sent.
+    """
+    if not any(v.stored.is_remote for v in build.writes):
+        return None
+
+    def launch(
+        args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
+    ) -> tuple[Any, OutputSpec]:
+        with contextlib.ExitStack() as stack:
+            for extended in dict.fromkeys(v.strategy.extended for v in build.writes):
+                stack.enter_context(extended.pause_writers())
+            stack.enter_context(build.lock)
+            stored = [v.stored for v in build.writes]
+            before = [s.require() if s.is_remote else s.take_copy() for s in stored]
+            read = [v.stored.require() for v in build.reads]
+            returned = build.jitted(before, read, kwargs, *args)
+            jax.block_until_ready(returned[0])
+            spec = spec_of(returned)
+            with interrupts.held():
+                for each, array in zip(stored, returned[0], strict=True):
+                    each.swap(array)
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
+        return result, spec
+
+    return launch
+
+
+hooks.launchers.append(_launch_at_servers)

@@ -21,8 +21,8 @@ from distjax.data.options import InputOptions
 from distjax.objects.stateful_args import run_here
 from distjax.placement.row_flow import holds_noted
 from distjax.placement.topology import Topology
-from distjax.program.function_cache import FunctionCache
-from distjax.program.run_step import make_run_program, place_arguments
+from distjax.program.functions import FunctionCache
+from distjax.program.jit import make_run_program, place_arguments
 from distjax.replica.call_checks import require_call
 from distjax.strategies import job_devices, reducing, updating, values
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps

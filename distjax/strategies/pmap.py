@@ -30,14 +30,11 @@ from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, LocalityError, LocalityWarning, describe_value, message
 from distjax.integers import is_int
 from distjax.jax_compat import JaxprEqn, Literal, Tracer
-from distjax.objects.program_form import ResultTree, take_apart
-from distjax.objects.stateful import active_bridge
+from distjax.objects.stateful import ResultTree, active_bridge, take_apart
 from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, require_axis_name
-from distjax.program.ahead import LoweredProgram
-from distjax.program.error_notes import add_cause_note
-from distjax.program.jit import CompiledFunction, as_numbers, jit
+from distjax.program.jit import CompiledFunction, LoweredProgram, add_cause_note, as_numbers, jit
 from distjax.replica.analysis import Analysis
 from distjax.replica.call_checks import require_callable, require_finished
 from distjax.replica.global_value import GlobalValue, stack_replicas

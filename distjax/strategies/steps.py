@@ -27,7 +27,7 @@ from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
-from distjax.program.function_cache import FunctionCache
+from distjax.program.functions import FunctionCache
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.call_checks import require_callable

@@ -11,8 +11,7 @@ from distjax.context import frames, scoping
 from distjax.context.contracts import StrategyLike
 from distjax.data.options import InputOptions
 from distjax.errors import message
-from distjax.program.error_notes import add_cause_note
-from distjax.program.run_step import compile_on_replicas
+from distjax.program.jit import add_cause_note, compile_on_replicas
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.inspection import StrategyDescription, describe, require_equal_copies
 from distjax.strategies.values import stack_rows, take_first

@@ -26,7 +26,6 @@ from distjax.errors import (
     describe_value,
     message,
 )
-from distjax.objects.claims import HeldClaims
 from distjax.placement.bare_rows import is_split_over_replicas, require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
@@ -292,7 +291,7 @@ class CrossReplicaStep:
     """
 
     donate_argnums = ()
-    ignores_user_mesh = True
+    ignores_user_mesh, takes_objects = True, False
 
     def __init__(
         self,
@@ -304,6 +303,7 @@ class CrossReplicaStep:
     ):
         self._extended, self._resolve, self._emit = extended, resolve, emit
         self.name, self.argument_names = name, argument_names
+        self.strategy = extended.strategy
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -321,11 +321,6 @@ class CrossReplicaStep:
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
-
-    def find_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
-    ) -> None:
-        """Returns None: stateful objects belong to the user's step."""
 
 
 class _ComponentState(TraceState):

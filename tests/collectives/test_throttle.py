@@ -12,7 +12,7 @@ import pytest
 import distjax as dj
 from distjax import jax_compat
 from distjax.collectives import eager, throttle
-from distjax.program import launch_watchers
+from distjax.program import launch
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])
@@ -227,7 +227,7 @@ def test_only_programs_on_several_devices_are_counted(count, is_compiled, writes
     step = lambda x: strategy.run(lambda x: v.assign_add(x) if writes else x + 1, args=(x,))
     step = dj.jit(step) if is_compiled else step
     seen = []
-    monkeypatch.setattr(launch_watchers, "count_launch", lambda: seen.append(None) or 1)
+    monkeypatch.setattr(launch, "count_launch", lambda: seen.append(None) or 1)
     step(x)
     assert len(seen) == (1 if count > 1 and throttle.is_throttled() else 0)
 
@@ -241,9 +241,9 @@ def test_each_half_is_recorded_by_its_last_program(writes, monkeypatch):
     with strategy.scope():
         v = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
     recorded = []
-    monkeypatch.setattr(launch_watchers, "count_launch", count_from_one())
+    monkeypatch.setattr(launch, "count_launch", count_from_one())
     monkeypatch.setattr(
-        launch_watchers, "record_completion", lambda end, launch: recorded.append((end, launch))
+        launch, "record_completion", lambda end, launch: recorded.append((end, launch))
     )
 
     def step(x):

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.flax import graph_cache
+from distjax.flax import graphs
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def num_flattenings(monkeypatch):
     """Returns a function that says how many flattenings there have been."""
     made = []
 
-    class Counted(graph_cache.FlatGraph):
+    class Counted(graphs.FlatGraph):
         def __init__(self, objects):
             made.append(objects)
             super().__init__(objects)
 
-    monkeypatch.setattr(graph_cache, "FlatGraph", Counted)
+    monkeypatch.setattr(graphs, "FlatGraph", Counted)
     return lambda: len(made)
 
 

@@ -5,12 +5,12 @@ import importlib.util
 import jax
 from flax import nnx
 
-from distjax.flax import trace_level
+from distjax.flax import graphs
 
 
 def load_anew():
     """Runs the module once more, under a name of its own."""
-    spec = importlib.util.spec_from_file_location("trace_level_anew", trace_level.__file__)
+    spec = importlib.util.spec_from_file_location("trace_level_anew", graphs.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

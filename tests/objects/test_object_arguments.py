@@ -13,7 +13,7 @@ from flax import nnx
 
 import distjax as dj
 from distjax.errors import TraceLeakError
-from distjax.objects import held_arrays
+from distjax.objects import walk
 
 ONE = jnp.float32(1)
 
@@ -323,8 +323,8 @@ def test_a_traced_value_left_in_what_a_function_captures(call, where, path, monk
 def test_little_of_large_data_that_a_function_captures_is_looked_at():
     """A table of a million numbers cost seconds at each trace."""
     table = [[1.0] * 1000 for _ in range(1000)]
-    assert len(held_arrays.find_arrays(table, "table", (float,))) < 10_000
-    assert "table[0][999]" in held_arrays.find_arrays(table, "table", (float,))
+    assert len(walk.find_arrays(table, "table", (float,))) < 10_000
+    assert "table[0][999]" in walk.find_arrays(table, "table", (float,))
 
 
 @pytest.mark.parametrize("where", ["show", "restore"])

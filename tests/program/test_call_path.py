@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax.program import launch_watchers
+from distjax.program import launch
 from distjax.variables import storage
 
 PACKAGE = str(Path(dj.__file__).parent)
@@ -38,7 +38,7 @@ def passed(call, package=PACKAGE):
 @pytest.fixture(autouse=True)
 def nothing_in_flight(monkeypatch):
     """Every eighth program in flight waits for an earlier one, which would be counted."""
-    monkeypatch.setattr(launch_watchers, "count_launch", itertools.repeat(1).__next__)
+    monkeypatch.setattr(launch, "count_launch", itertools.repeat(1).__next__)
 
 
 @pytest.fixture

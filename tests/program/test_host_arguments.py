@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distjax.program.host_arguments import checksum, find_host_leaves
+from distjax.job_hooks import checksum, find_host_leaves
 
 
 class Pair:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from distjax.collectives import throttle
-from distjax.program import launch_watchers
-from distjax.program.output_spec import _find_completion
+from distjax.program import launch
+from distjax.program.discovery import _find_completion
 
 LARGE, KEY = jnp.ones(257), jax.random.key(0)
 
@@ -55,8 +55,8 @@ def test_which_result_tells_the_end(results, told):
 def test_a_token_where_no_result_does(mirrored, monkeypatch, results):
     """Where programs are throttled; else a program has no token, and nobody asks for its end."""
     seen = []
-    monkeypatch.setattr(launch_watchers, "count_launch", lambda: 0)
-    monkeypatch.setattr(launch_watchers, "record_completion", lambda end, launch: seen.append(end))
+    monkeypatch.setattr(launch, "count_launch", lambda: 0)
+    monkeypatch.setattr(launch, "record_completion", lambda end, launch: seen.append(end))
     out = mirrored.run(results, args=(mirrored.per_replica(jnp.ones(2)),)).stacked
     if not throttle.is_throttled():
         assert seen == []

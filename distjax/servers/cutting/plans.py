@@ -19,16 +19,14 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.jax_compat import Jaxpr, Literal
-from distjax.objects.object_arguments import ObjectArguments
-from distjax.objects.outer_state import checking_outer_state
+from distjax.objects.plain_objects import ObjectArguments, checking_outer_state
 from distjax.objects.reached import Reached
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, abstract_topology
 from distjax.placement.transfer import transfer
 from distjax.program.discovery import signature_of
-from distjax.program.function_cache import FunctionCache
-from distjax.program.retraces import record_new_function
+from distjax.program.functions import FunctionCache, record_new_function
 from distjax.replica.call_checks import require_call
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine

@@ -1,0 +1,69 @@
+"""What layers hear from the kernel, and may do there: the kernel knows none of them by name.
+
+A layer (jobs of several processes, parameter servers, Flax) appends its functions to these lists
+when it is imported, from `distjax/__init__.py`. Empty, the kernel trains on the devices of one
+process. A function that does not apply to what it is told returns at once, or None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Watcher:
+    """What a layer does around each launch of one program.
+
+    Attributes:
+      compiled: ``compiled(build, lowered, args, kwargs)`` before the first launch with such
+        arguments, without any lock.
+      begin: ``begin(build, args, kwargs)`` before each launch, with the lock of its variables.
+      end: ``end(returned)`` after it; None: the launch raised.
+      after: ``after(returned)`` when the lock is free: the place to wait.
+    """
+
+    compiled: Callable[..., None] | None = None
+    begin: Callable[..., None] | None = None
+    end: Callable[[tuple[Any, ...] | None], None] | None = None
+    after: Callable[[tuple[Any, ...]], None] | None = None
+
+
+#: ``watch(build)`` returns the `Watcher` of a new `program.launch.Build`, or None.
+watchers: list[Callable[[Any], Watcher | None]] = []
+
+#: ``launch(build)`` returns what launches a program in place of `Build.launch`, or None: for
+#: variables that are kept elsewhere.
+launchers: list[Callable[[Any], Callable[..., Any] | None]] = []
+
+#: ``told(name)``: a program is about to be compiled for the first time.
+on_new_program: list[Callable[[str], None]] = []
+
+#: ``told(variables, lower)``: a step is about to create variables; ``lower()`` returns the program
+#: that computes their initial values.
+on_created: list[Callable[[Any, Callable[[], Any]], None]] = []
+
+#: ``work(what)`` returns a context in which this process is at slow work, such as a compilation.
+at_work: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []
+
+#: Library -> the module of distjax whose `LAYER` takes its objects into programs (see
+#: `objects.stateful`); that is imported once the library has been.
+object_layers: dict[str, str] = {}
+
+
+def working(what: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context for slow work of this process, described for people."""
+    if not at_work:
+        return contextlib.nullcontext()
+    entered = contextlib.ExitStack()
+    for work in at_work:
+        entered.enter_context(work(what))
+    return entered
+
+
+def watchers_of(build: object) -> list[Watcher]:
+    """Returns the watchers of a new build."""
+    made = [watch(build) for watch in watchers]
+    return [watcher for watcher in made if watcher is not None]

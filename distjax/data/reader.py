@@ -266,7 +266,12 @@ class Reader:
             _drop_before(position, numbered)
         with interrupts.held():  # an iterator that this reader reads from moves with it
             if is_set:
-                _set_own_state(iterator, position.source)
+                former = copy.deepcopy(iterator.get_state())
+                try:
+                    iterator.set_state(copy.deepcopy(position.source))
+                except BaseException:
+                    iterator.set_state(former)
+                    raise
                 numbered = enumerate(iterator, position.consumed)
             self._iterator, self._numbered, self._epoch = iterator, numbered, epoch
             self._to_drop, self._is_unread, self._has_ended = to_drop, to_drop is not None, False
@@ -296,16 +301,6 @@ class Reader:
             self._is_unread = False
             _drop_before(self._to_drop, self._numbered)
             self._to_drop = None
-
-
-def _set_own_state(iterator: Any, state: object) -> None:
-    """Sets an iterator to its own state; back to the former one if it refuses."""
-    former = copy.deepcopy(iterator.get_state())
-    try:
-        iterator.set_state(state)
-    except BaseException:
-        iterator.set_state(former)
-        raise
 
 
 def _drop_before(position: Position, numbered: Numbered) -> None:

@@ -394,8 +394,8 @@ class Prefetcher:
 
     def start(self, owner: object) -> None:
         """Starts the thread, which ends when `owner` is dropped."""
-        _live.add(self)
         self._when_dropped = weakref.finalize(owner, self.stop)
+        _live.add(self)
         self._thread.start()
 
     def next(self) -> Chunk | BaseException:

@@ -20,11 +20,9 @@ from distjax.context.scoping import (
     in_cross_replica_context,
     set_strategy,
 )
-from distjax.data.batch import Batch
 from distjax.data.dataset import DistributedDataset
-from distjax.data.input_context import InputContext
 from distjax.data.iterator import DistributedIterator
-from distjax.data.options import InputOptions
+from distjax.data.options import Batch, InputContext, InputOptions
 from distjax.diagnostics import check, explain, visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.locality import Locality

@@ -158,7 +158,6 @@ STILL_NAMES_A_LAYER = {
     "collectives/eager.py",
     "collectives/throttle.py",
     "data/agreement.py",
-    "data/iterator.py",
     "strategies/job_devices.py",
     "strategies/inspection.py",
     "strategies/reducing.py",

@@ -29,7 +29,7 @@ from distjax.compat.renaming import (
 from distjax.compat.v1_13 import StrategyExtended
 from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
-from distjax.data.input_context import InputContext
+from distjax.data.options import InputContext
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer

@@ -1,4 +1,4 @@
-"""What the processes of a job compare at each element of a dataset.
+"""What the processes of a job compare at each element of a dataset, and do about it.
 
 They compare where the loop takes elements, not on the prefetch threads, each of which is
 at its own position. So a forgotten shuffle seed, files of different lengths or an error on
@@ -8,6 +8,7 @@ one process is found before the element is used.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,17 +19,18 @@ import numpy as np
 
 from distjax.cluster.alone import warn_once
 from distjax.cluster.facts import describe_structure
-from distjax.cluster.job import Job
+from distjax.cluster.job import Job, job
 from distjax.cluster.meeting import exchange
-from distjax.data.batch import Batch
-from distjax.data.elements import HostTree
-from distjax.data.options import DROP, PAD, Partial
-from distjax.data.splitting import as_batch
+from distjax.cluster.phases import phase
+from distjax.data.elements import HostTree, as_batch
+from distjax.data.input_layout import Block, InputLayout
+from distjax.data.options import DROP, PAD, Batch, Partial
 from distjax.errors import (
     AgreementError,
     BatchError,
     PeerLostError,
     as_part,
+    describe_error,
     describe_value,
     message,
 )
@@ -60,21 +62,135 @@ class Report(NamedTuple):
     num_padded: int = 0
 
 
-class Next(NamedTuple):
-    """What all processes do next.
+class Together:
+    """The processes of a job that read one dataset; the whole contract of an iterator with them.
 
-    Attributes:
-      num_elements: how many elements they take; 0: the data has ended.
-      sender: the process that sends an example to those that never had any, or None.
-      num_padded: B, to which each pads its own; 0: they are not padded.
+    Args:
+      joined: the job.
+      layout: how elements lie on the devices.
+      partial: what to do if some processes run out of data first.
     """
 
-    num_elements: int
-    sender: int | None = None
-    num_padded: int = 0
+    def __init__(self, joined: Job, layout: InputLayout, partial: Partial):
+        self._job, self._is_own, self._num_rows = joined, layout.is_own, layout.num_rows
+        self._partial = partial
+        self._latest: HostTree | None = None  # what masked copies are of
+
+    @property
+    def process(self) -> list[int] | None:
+        """This process's number and the total, if each reads its own data."""
+        return [self._job.process_id, self._job.num_processes] if self._is_own else None
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the others wait for this process's data."""
+        return phase("waiting for data")
+
+    def reset(self) -> None:
+        """Forgets what was read: the iterator goes to another position."""
+        self._latest = None
+
+    def describe(self, block: Block) -> Report:
+        """Returns the report to compare for elements, on the thread that has read them."""
+        is_first = block.positions[0].delivered == 1
+        return describe_elements(block.tree, is_own=self._is_own, is_first=is_first)
+
+    def _describe_end(self, end: BaseException) -> Report:
+        if not isinstance(end, StopIteration):
+            return Report(FAILED, describe_error(end))
+        size = _num_padded_rows(self._latest, 1, is_own=self._is_own)
+        return Report(ENDED, "" if self._latest is not None else EMPTY, num_padded=size)
+
+    def agree(
+        self, block: Block | None, own: Report | BaseException, steps: int | None
+    ) -> HostTree | None:
+        """Returns elements to take in place of this process's own; None: these.
+
+        With "pad", a process that has fewer elements than others, or smaller ones, adds masked
+        copies.
+
+        Args:
+          block: this process's elements; None: its data has ended.
+          own: its report; or with what its data has ended.
+          steps: how many elements it has asked for, as steps of a loop; None: one.
+
+        Raises:
+          StopIteration: other processes have no more data, and all stop there.
+          AgreementError: elements differ though all read the same data, or differ in shape; or
+            another number was asked for.
+          BatchError: some processes run out of data first, and `partial` does not allow it.
+          PeerLostError: the source of another process failed; includes its error text.
+        """
+        joined, report = self._job, own if isinstance(own, Report) else self._describe_end(own)
+        occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
+        texts = exchange(joined, occasion, json.dumps(report), joined.timeouts.step_deadline)
+        reports = [Report(*json.loads(text)) for text in texts]
+        failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
+        if failed and report.kind != FAILED:
+            raise PeerLostError(_failed_text(joined, failed[0], reports[failed[0]].text))
+        ended = [i for i, other in enumerate(reports) if other.kind == ENDED]
+        if failed or len(ended) == len(reports):
+            return None
+        _require_equal(joined, reports, is_own=self._is_own)
+        checksums = {other.checksum for other in reports}
+        if self._is_own and report.checksum and len(checksums) == 1:
+            warn_once("equal data", _equal_text(joined))
+        counts = [other.num_elements for other in reports]
+        count = self._count(counts, ended)
+        pads = self._partial == PAD and self._is_own
+        if pads and block is not None:
+            self._latest = block.element(len(block) - 1).tree
+        if pads and any(reports[i].text == EMPTY for i in ended):
+            example = _receive_example(joined, counts.index(count), self._latest, self._num_rows)
+            self._latest = self._latest or example
+        num_padded = max(other.num_padded for other in reports)
+        if count == report.num_elements and num_padded in (0, report.num_padded):
+            return None
+        return self._cut(block, count, num_padded)
+
+    def _count(self, counts: Sequence[int], ended: Sequence[int]) -> int:
+        """Returns how many elements all take."""
+        if len(set(counts)) == 1:
+            return counts[0]
+        if not self._is_own:
+            raise AgreementError(_shorter_text(self._job, ended))
+        if self._partial == PAD:
+            return max(counts)
+        if self._partial != DROP:
+            fewer = [i for i, count in enumerate(counts) if count < max(counts)]
+            raise BatchError(_uneven_text(self._job, fewer))
+        if not min(counts):
+            raise StopIteration
+        return min(counts)
+
+    def _cut(self, block: Block | None, count: int, size: int) -> HostTree:
+        """Returns `count` elements: those of `block`, then masked copies of the latest.
+
+        Each has `size` rows a replica if that is not 0, as those of other processes have.
+        """
+        tree = None if block is None else block.tree
+        if size and tree is not None:
+            tree = _padded_rows(tree, 2, size)
+        if size and self._latest is not None:
+            self._latest = _padded_rows(self._latest, 1, size)
+        missing = count - (0 if block is None else len(block))
+        if missing <= 0:
+            assert tree is not None, "count is not 0"
+            return HostTree(tree.treedef, [leaf[:count] for leaf in tree.leaves])
+        assert self._latest is not None, "without an element, one receives an example"
+        treedef, (*data, mask) = self._latest  # of a `Batch`
+        masked = [np.stack([leaf] * missing) for leaf in (*data, np.zeros_like(mask))]
+        if tree is not None:
+            masked = [np.concatenate(pair) for pair in zip(tree.leaves, masked, strict=True)]
+        return HostTree(treedef, masked)
 
 
-def num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
+def together_of(layout: InputLayout, partial: Partial) -> Together | None:
+    """Returns the processes that read together; None: this one reads alone."""
+    joined = job() if layout.spans_processes else None
+    return None if joined is None else Together(joined, layout, partial)
+
+
+def _num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
     """Returns B of elements that their process can pad to the size of others'; 0 for any other.
 
     Args:
@@ -88,17 +204,10 @@ def num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
     return tree.leaves[-1].shape[axis] if is_batch and tree.leaves[-1].ndim > axis else 0
 
 
-def padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
+def _padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
     """Returns a `Batch` with copies of its last rows, which its mask leaves out, up to B = size."""
-    missing = size - tree.leaves[-1].shape[axis]
-    if missing <= 0:
-        return tree
-    *data, mask = tree.leaves
-    last = (slice(None),) * axis + (slice(-1, None),)
-    rows = [*(x[last] for x in data), np.zeros_like(mask[last])]
-    pairs = zip(tree.leaves, rows, strict=True)
-    leaves = [np.concatenate([x, np.repeat(row, missing, axis)], axis) for x, row in pairs]
-    return HostTree(tree.treedef, leaves)
+    treedef, (*data, mask) = tree.last_example(axis)
+    return tree.filled(size, HostTree(treedef, [*data, np.zeros_like(mask)]), axis)
 
 
 def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -> Report:
@@ -109,7 +218,7 @@ def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -
       is_own: whether each process reads its own data.
       is_first: whether the data begins with them.
     """
-    num_padded = num_padded_rows(tree, 2, is_own=is_own)
+    num_padded = _num_padded_rows(tree, 2, is_own=is_own)
     # With own data, R counts this process's replicas.
     first = 3 if num_padded else 2 if is_own else 1
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
@@ -123,53 +232,7 @@ def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -
     return Report(ELEMENT, text, checksum, len(tree.leaves[0]), num_padded)
 
 
-def agree_on_elements(
-    job: Job, own_report: Report, steps: int | None, partial: Partial, *, is_own: bool
-) -> Next:
-    """Returns what all processes do next.
-
-    With "pad", a process that has fewer elements than others adds masked copies.
-
-    Args:
-      job: the job.
-      own_report: this process's report.
-      steps: how many elements it has asked for, as steps of a loop; None: one.
-      partial: what to do if some processes run out of data first.
-      is_own: whether each process reads its own data.
-
-    Raises:
-      AgreementError: elements differ though all read the same data, or differ in shape; or
-        another number was asked for.
-      BatchError: some processes run out of data first, and `partial` does not allow it.
-      PeerLostError: the source of another process failed; includes its error text.
-    """
-    occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
-    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.step_deadline)
-    reports = [Report(*json.loads(text)) for text in texts]
-    failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
-    if failed and own_report.kind != FAILED:
-        raise PeerLostError(_failed_text(job, failed[0], reports[failed[0]].text))
-    ended = [i for i, other in enumerate(reports) if other.kind == ENDED]
-    if failed or len(ended) == len(reports):
-        return Next(0)
-    _require_equal(job, reports, is_own=is_own)
-    if is_own and own_report.checksum and len({report.checksum for report in reports}) == 1:
-        warn_once("equal data", _equal_text(job))
-    counts = [other.num_elements for other in reports]
-    num_padded = max(other.num_padded for other in reports)
-    if len(set(counts)) == 1:
-        return Next(counts[0], None, num_padded)
-    if not is_own:
-        raise AgreementError(_shorter_text(job, ended))
-    if partial == DROP:
-        return Next(min(counts))
-    if partial == PAD:
-        is_empty = any(reports[i].text == EMPTY for i in ended)
-        return Next(max(counts), counts.index(max(counts)) if is_empty else None, num_padded)
-    raise BatchError(_uneven_text(job, [i for i, n in enumerate(counts) if n < max(counts)]))
-
-
-def receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
+def _receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
     """Returns copies of another process's example, for a process that never had any.
 
     The example is sent as numbers, through the coordination service.

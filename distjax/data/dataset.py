@@ -10,15 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax.data.global_batches import GlobalBatches
-from distjax.data.input_context import InputContext
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
-from distjax.data.options import OWN, InputOptions, as_input_options
-from distjax.data.replica_elements import ReplicaElements
-from distjax.data.source import Epochs, Source
-from distjax.data.splitting import Splitter
-from distjax.data.stream import HostStream
+from distjax.data.options import OWN, InputContext, InputOptions, as_input_options
+from distjax.data.reader import Epochs, Reader
+from distjax.data.splitting import GlobalBatches, ReplicaElements, Splitter
 from distjax.errors import describe_value, message
 from distjax.placement.topology import Topology
 from distjax.replica.call_checks import require_callable
@@ -56,8 +52,8 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         if self._going_on is not None and not self._going_on.is_closed:
             return self._going_on
-        stream = HostStream(Source(self._epochs), self._splitter)
-        iterator = DistributedIterator(stream, self._layout, self._options)
+        reader = Reader(self._epochs, self._splitter.pull)
+        iterator = DistributedIterator(reader, self._layout, self._options)
         # As `iter(generator)` is the generator: what was read ahead of a loop comes in the next.
         self._going_on = iterator if inspect.isgenerator(self._dataset) else None
         return iterator

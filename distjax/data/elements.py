@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
+from distjax.data.options import Batch
 from distjax.errors import BatchError, describe_value, message
 from distjax.placement.host_values import HELD_FIX, require_no_mask, wraps_around
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -45,28 +46,37 @@ class HostTree(NamedTuple):
         """Returns a copy that owns its memory."""
         return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
-    def last_example(self) -> HostTree:
-        """Returns a copy of the last row of each leaf, [1, ...]."""
-        return HostTree(self.treedef, [leaf[-1:].copy() for leaf in self.leaves])
+    def last_example(self, axis: int = 0) -> HostTree:
+        """Returns a copy of the last row of each leaf, by default [1, ...]."""
+        return HostTree(self.treedef, [leaf.take([-1], axis) for leaf in self.leaves])
 
-    def filled(self, size: int, example: HostTree | None) -> HostTree:
-        """Returns this element padded to `size` rows with copies of an example.
+    def filled(self, size: int, example: HostTree | None, axis: int = 0) -> HostTree:
+        """Returns this element padded along an axis with copies of an example.
 
         Args:
-          size: at least its own leading dimension.
-          example: leaves [1, ...] of its own shapes and dtypes; zeros are used for any other,
-            and for None.
+          size: the number of rows to have; not padded if there are as many.
+          example: one row of each leaf; zeros are used for one of other shapes or dtypes than
+            this element's, and for None.
+          axis: which one runs over the rows.
         """
-        missing = size - self.leaves[0].shape[0]
-        if not missing:
+        missing = size - self.leaves[0].shape[axis]
+        if missing <= 0:
             return self
-        zeros = [np.zeros((1, *leaf.shape[1:]), leaf.dtype) for leaf in self.leaves]
+        shapes = [(*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in self.leaves]
+        zeros = [np.zeros(to, x.dtype) for to, x in zip(shapes, self.leaves, strict=True)]
         row = HostTree(self.treedef, zeros)
         if example is not None and example.signature == row.signature:
             row = example
         pairs = zip(self.leaves, row.leaves, strict=True)
-        leaves = [np.concatenate([x, np.repeat(last, missing, axis=0)]) for x, last in pairs]
+        leaves = [np.concatenate([x, np.repeat(last, missing, axis)], axis) for x, last in pairs]
         return HostTree(self.treedef, leaves)
+
+
+def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
+    """Returns the leaves of ``Batch(tree, mask)``."""
+    data = jax.tree.unflatten(tree.treedef, tree.leaves)
+    leaves, treedef = jax.tree.flatten(Batch(data, mask))
+    return HostTree(treedef, leaves)
 
 
 def read_element(element: PyTree, name: str) -> HostTree:

@@ -1,9 +1,11 @@
-"""InputLayout: moves elements from host arrays to the devices, in one transfer."""
+"""From the host to the devices: K elements are filled into one memory, and moved at once."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax.data.elements import HostTree
+from distjax.data.reader import HostElement
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer_each, transfer_local_rows
@@ -18,6 +21,12 @@ from distjax.replica.cross_facts import remember_own
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
+# Allocating all K elements costs nothing, since the system commits memory on first write.
+# But K may far exceed the data, so beyond this size blocks grow.
+_FIRST_BYTES = 2**28
+
+#: Maps a number of steps, and a leaf's shape [R, B, ...] and dtype, to host memory.
+Allocate = Callable[[int, tuple[int, ...], np.dtype], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,3 +124,107 @@ def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Input of K steps, moved to the devices in one transfer.
+
+    To process them in one compiled loop, scan over `arrays` and pass each step
+    ``steps.as_element(slice)``, which equals what `next` would have returned.
+
+    Attributes:
+      num_steps: K.
+      arrays: the structure of an element; leaves are arrays [K, R, B, ...] laid out
+        over the replicas along their second dimension; [K, B, ...] if R is 1.
+      layout: how elements lie on the devices.
+    """
+
+    num_steps: int
+    arrays: Any
+    layout: InputLayout
+
+    def as_element(self, arrays: PyTree) -> Any:
+        """Returns one step's slices [R, B, ...] of `arrays` as an element."""
+        return self.layout.as_element(arrays)
+
+
+class Block:
+    """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
+
+    Each element is copied once, to its place among the others. The memory is never
+    refilled, because on CPU device arrays keep it.
+
+    Attributes:
+      positions: the position behind each element.
+
+    Args:
+      first: the first element.
+      limit: K.
+      allocate: allocates the memory; None: reuse the first element's, with K = 1.
+    """
+
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
+        self._limit, self._allocate, self._treedef = limit, allocate, first.tree.treedef
+        self.positions = [first.position]
+        leaves = first.tree.leaves
+        if allocate is None:
+            self._memory = [leaf[np.newaxis] for leaf in leaves]
+            return
+        num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
+        room = min(limit, max(1, _FIRST_BYTES // num_bytes))
+        self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
+        self._write(0, leaves)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has K elements."""
+        return len(self) == self._limit
+
+    @property
+    def tree(self) -> HostTree:
+        """All elements, leaves [k, R, B, ...]."""
+        size = len(self)
+        used = [memory if len(memory) == size else memory[:size] for memory in self._memory]
+        return HostTree(self._treedef, used)
+
+    def element(self, k: int) -> HostElement:
+        """Returns an element, in the block's memory."""
+        tree = HostTree(self._treedef, [memory[k] for memory in self._memory])
+        return HostElement(tree, self.positions[k])
+
+    @property
+    def elements(self) -> list[HostElement]:
+        """The elements one by one, in the block's memory."""
+        return [self.element(k) for k in range(len(self))]
+
+    def add(self, element: HostElement) -> bool:
+        """Copies one more element and returns True, or returns False if its shape differs."""
+        tree, k = element.tree, len(self)
+        if tree.signature != self._signature:
+            return False
+        if k == len(self._memory[0]):
+            self._grow()
+        self._write(k, tree.leaves)
+        self.positions.append(element.position)
+        return True
+
+    @functools.cached_property
+    def _signature(self) -> tuple[Any, list[Any]]:
+        return self.element(0).tree.signature
+
+    def _write(self, k: int, leaves: Sequence[np.ndarray]) -> None:
+        for memory, leaf in zip(self._memory, leaves, strict=True):
+            memory[k] = leaf
+
+    def _grow(self) -> None:
+        size = len(self)
+        room = min(self._limit, 2 * size)
+        former = self._memory
+        assert self._allocate is not None  # with K = 1 nothing grows
+        self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
+        for new, old in zip(self._memory, former, strict=True):
+            new[:size] = old

@@ -1,53 +1,47 @@
 """DistributedIterator: yields elements on the devices, one after the other.
 
-An element is in one place at any time: ahead in the stream on the host, made by the pipeline and
-waiting there, or claimed by the thread whose call will return it. A call that a signal interrupts
-leaves its claim, and the thread's next call returns it.
+The reader makes elements, here or on a background thread. What the thread has prepared waits in a
+queue, and goes back to the reader, `ahead` of all else, when the loop asks for another number of
+steps. Calls take turns by one lock. The position is behind what was delivered last: elements that
+wait do not count.
+
+Ctrl-C waits only while elements change places, which takes microseconds; it ends every wait. What
+a call has taken when it raises may be lost; the position never counts what is still to come.
 """
 
 from __future__ import annotations
 
-import copy
+import atexit
+import collections
 import dataclasses
 import functools
+import itertools
+import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import numpy as np
-
 from distjax import jax_compat
-from distjax.cluster.job import Job, job
-from distjax.cluster.phases import phase
 from distjax.context import frames
-from distjax.data.agreement import (
-    EMPTY,
-    ENDED,
-    FAILED,
-    Report,
-    agree_on_elements,
-    num_padded_rows,
-    padded_rows,
-    receive_example,
-    require_position_of,
-)
-from distjax.data.block import Block, HostElement
-from distjax.data.chunks import Chunk, Steps, make_chunk, outcomes_of, peek_chunk
+from distjax.context.thread_settings import settings_of_this_thread
+from distjax.data.agreement import Report, Together, require_position_of, together_of
 from distjax.data.elements import HostTree
-from distjax.data.input_layout import InputLayout
-from distjax.data.options import PAD, InputOptions
-from distjax.data.prefetch import OnDemand, Pipeline, Prefetcher
-from distjax.data.stream import End, HostStream
+from distjax.data.input_layout import Block, InputLayout, Steps
+from distjax.data.options import InputOptions
+from distjax.data.reader import Position, Reader
 from distjax.errors import ContextError, message
 from distjax.integers import require_int
+from distjax.interrupts import interrupts
+from distjax.uninterrupted import Waiters
 
+#: The prefix of the threads' names.
+THREAD_NAME = "distjax-prefetch"
 
-@dataclasses.dataclass(frozen=True)
-class _Running:
-    pipeline: Pipeline
-    steps: int | None  # the size of its chunks; None: single elements
-    stop_when_dropped: weakref.finalize[..., Any]
+_EXIT_SECONDS = 5.0  # how long the program's exit waits for sources that hang
+
+_thread_numbers = itertools.count()
+_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
 class DistributedIterator:
@@ -62,7 +56,7 @@ class DistributedIterator:
       is_closed: whether it gives no more elements.
 
     Args:
-      stream: the elements on the host.
+      reader: the elements on the host.
       layout: how they lie on the devices.
       options: how many elements to move ahead (0: no thread), and what to do if some
         processes of a job run out of data first.
@@ -71,23 +65,20 @@ class DistributedIterator:
       iterator with locality T (TF 1.12, 1.13).
     """
 
-    def __init__(self, stream: HostStream, layout: InputLayout, options: InputOptions):
-        self._stream = stream
-        self._layout = layout
-        self._options = options
-        self._latest: HostTree | None = None  # the template for masked copies, if any may be needed
-        self._state = stream.state  # after the last element that a thread has claimed
-        # By thread, the item claimed but not yet returned; an interrupt leaves it here.
-        self._claims: dict[int, Any] = {}  # a Chunk or End, or None
-        self._running: _Running | None = None
+    def __init__(self, reader: Reader, layout: InputLayout, options: InputOptions):
+        self._reader, self._layout = reader, layout
+        self._num_ahead = options.prefetch
+        self._together = together_of(layout, options.partial)
+        self._position = reader.position
+        self._prefetcher: Prefetcher | None = None
         self.is_closed = False
-        self._taking = threading.RLock()  # `close` must not wait for it: the source may call it
+        self._lock = threading.RLock()  # `close` must not wait for it: the source may call it
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __repr__(self) -> str:
-        delivered, num_replicas = self._own_state["delivered"], self._layout.num_replicas
+        delivered, num_replicas = self._position.delivered, self._layout.num_replicas
         return f"DistributedIterator(delivered={delivered}, num_replicas={num_replicas})"
 
     def __reduce__(self) -> NoReturn:  # of copies too, which would read one source in turn
@@ -182,19 +173,12 @@ class DistributedIterator:
           >>> next(resumed).stacked.tolist()
           [[2], [2]]
         """
-        state = copy.deepcopy(self._own_state)
-        return state if self._process is None else {**state, "process": self._process}
+        state, process = self._position.to_state(), self._process
+        return state if process is None else {**state, "process": process}
 
     @property
     def _process(self) -> list[int] | None:
-        """This process's number and the total, if each reads its own data."""
-        joined = job() if self._layout.is_own and self._layout.spans_processes else None
-        return None if joined is None else [joined.process_id, joined.num_processes]
-
-    @property
-    def _own_state(self) -> dict[str, Any]:
-        claim = self._claims.get(threading.get_ident())
-        return claim.block.state_before if isinstance(claim, Chunk) else self._state
+        return None if self._together is None else self._together.process
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to the position just after the element that had `state`.
@@ -208,13 +192,14 @@ class DistributedIterator:
             another process, if each reads its own data.
         """
         require_position_of(self._process, state)
-        with self._taking:
+        position = Position.from_state(state)
+        with self._lock:
             self._stop_reading()
-            stream = self._stream.at(state)
-            own = {k: copy.deepcopy(v) for k, v in state.items() if k != "process"}
-            # In one line, so that a signal finds the former position or the new one.
-            self._stream, self._state, self._claims, self.is_closed = stream, own, {}, False
-            self._latest = None
+            self._reader.seek(position)
+            with interrupts.held():
+                self._position, self.is_closed = self._reader.position, False
+            if self._together is not None:
+                self._together.reset()
 
     def reach_position(self) -> None:
         """Reads up to the position that was set, if the source gives its elements only once.
@@ -222,12 +207,12 @@ class DistributedIterator:
         Raises:
           ValueError: as for `set_state`.
         """
-        with self._taking:
-            self._stream.reach_position()
+        with self._lock:
+            self._reader.reach_position()
 
     def stop_reading(self) -> None:
         """Stops reading ahead until the next call, which delivers what was read already."""
-        with self._taking:
+        with self._lock:
             self._stop_reading()
 
     def close(self) -> None:
@@ -238,142 +223,254 @@ class DistributedIterator:
         """
         self.is_closed = True
         self._stop_reading()
-        self._claims.clear()
-        self._stream.release()
+        self._reader.release()
+        self._reader.ahead.clear()
 
     # -- inside ---------------------------------------------------------------
 
     def _give(self, steps: int | None, method: str) -> Any:
-        """Returns the next item, which stays this thread's claim until it is returned."""
+        """Returns the next element, or steps; raises the error that stands in its place."""
         _require_untraced(method)
-        thread = threading.get_ident()
-        joined = job() if self._layout.spans_processes else None
-        if joined is None:
-            outcome = self._claim(thread, steps)
+        together = self._together
+        if together is None:
+            item = self._take(steps)
         else:
-            with phase("waiting for data"):
-                outcome = self._claim(thread, steps)
-            outcome = self._agree(joined, thread, outcome, steps)
-        if isinstance(outcome, End):
-            error = outcome.take_error()
-            try:
-                raise StopIteration if error is None else error
-            finally:
-                del error  # else error, traceback and this frame form a cycle
+            with together.waiting():
+                item = self._take(steps)
+            agreed = self._agree(together, item, steps)
+            if agreed is not None:
+                return _as_result(agreed, self._layout, steps)
+        if isinstance(item, Chunk):
+            return item.result
         try:
-            self._claims[thread] = None  # CPython handles no signal from here to the return
-            return outcome.result
-        except BaseException:
-            self._claims[thread] = outcome
-            raise
+            raise item
+        finally:
+            del item  # else error, traceback and this frame form a cycle
 
-    def _agree(
-        self, joined: Job, thread: int, outcome: Chunk | End, steps: int | None
-    ) -> Chunk | End:
-        """Returns this process's item after all processes have compared theirs."""
-        said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
-        assert said is not None, "described, as the layout spans processes"
-        is_own = self._layout.is_own
-        partial = self._options.partial
-        count, sender, size = agree_on_elements(joined, said, steps, partial, is_own=is_own)
-        block = None if isinstance(outcome, End) else outcome.block
-        if partial == PAD and is_own and block is not None:
-            self._latest = block.element(len(block) - 1).tree
-        if sender is not None:
-            example = receive_example(joined, sender, self._latest, self._layout.num_rows)
-            self._latest = self._latest or example
-        if count == said.num_elements and size == said.num_padded:
-            return outcome
-        if not count:  # others ran out of data, and nothing is padded
-            self.close()
-            return End()
-        chunk = self._cut(block, count, steps, size)
-        if block is not None and count < len(block):
-            self._put_back(thread, block, chunk, count)
-        return chunk
+    def _take(self, steps: int | None) -> Chunk | BaseException:
+        """Returns this process's next item; the last one is an error, or StopIteration."""
+        with self._lock:
+            if self.is_closed:
+                return StopIteration()
+            make = functools.partial(make_chunk, self._reader, self._layout, self._together, steps)
+            item = self._prefetched(steps, make) if self._num_ahead else make()
+            if isinstance(item, Chunk):
+                self._position = item.block.positions[-1]
+            elif not self.is_closed:
+                self.close()
+            return item
 
-    def _put_back(self, thread: int, block: Block, chunk: Chunk, count: int) -> None:
-        """Leaves a block's elements from `count` on to the next call.
-
-        Others may have fewer because their data has ended, or changes its shape: that call tells.
-        """
-        with self._taking:
+    def _prefetched(self, steps: int | None, make: _Make) -> Chunk | BaseException:
+        running = self._prefetcher
+        if running is not None:
+            running.require_own_process()
+        if running is None or running.is_stopped or running.steps != steps:
             self._stop_reading()
-            ahead = [*block.elements[count:], *self._stream.ahead]
-            state = block.element(count - 1).state
-            self._stream.ahead, self._state, self._claims[thread] = ahead, state, chunk
-
-    def _describe(self, end: End) -> Report:
-        if end.error_text is not None:
-            return Report(FAILED, end.error_text)
-        size = num_padded_rows(self._latest, 1, is_own=self._layout.is_own)
-        return Report(ENDED, "" if self._latest is not None else EMPTY, num_padded=size)
-
-    def _cut(self, block: Block | None, count: int, steps: int | None, size: int) -> Chunk:
-        """Returns `count` elements: those of `block`, then masked copies of the latest.
-
-        Each has `size` rows a replica if that is not 0, as those of other processes have.
-        """
-        tree = None if block is None else block.tree
-        tree = padded_rows(tree, 2, size) if tree is not None and size else tree
-        leaves = [] if tree is None else [leaf[:count] for leaf in tree.leaves]
-        if size and self._latest is not None:
-            self._latest = padded_rows(self._latest, 1, size)
-        missing = count - (0 if block is None else len(block))
-        if missing > 0:
-            assert self._latest is not None, "without an element, one receives an example"
-            treedef, (*data, mask) = self._latest  # of a `Batch`
-            masked = [np.stack([leaf] * missing) for leaf in (*data, np.zeros_like(mask))]
-            leaves = [*map(np.concatenate, zip(leaves, masked, strict=True))] if leaves else masked
-            if block is None:
-                element = HostElement(HostTree(treedef, [x[0] for x in masked]), *[self._state] * 2)
-                block = Block(element, 1, None)
-        assert block is not None, "count is not 0"
-        return make_chunk(block, HostTree(block.tree.treedef, leaves), self._layout, steps)
-
-    def _claim(self, thread: int, steps: int | None) -> Chunk | End:
-        """Returns this thread's item: claimed by an interrupted call, or claimed now."""
-        with self._taking:
-            running = self._running
-            if running is not None:
-                running.pipeline.require_own_process()
-            if running is None or running.pipeline.is_stopped or steps != running.steps:
-                if self.is_closed:  # checked last: `close` sets it before stopping the pipeline
-                    claim = self._claims.get(thread)
-                    return claim if isinstance(claim, End) else End()
-                running = self._restart(thread, steps)
-            if self._claims.get(thread) is None:
-                running.pipeline.move_next(self._claims, thread)
-            outcome = self._claims.get(thread) or End()  # another thread may have closed it
-            if isinstance(outcome, End):
-                if not self.is_closed:
-                    self.close()
-            elif outcome.block.last_state["delivered"] > self._state["delivered"]:
-                self._state = outcome.block.last_state
-            return outcome
-
-    def _restart(self, thread: int, steps: int | None) -> _Running:
-        """Starts producing chunks of `steps`, beginning with elements not yet delivered."""
-        self._stop_reading()
-        claim = self._claims.get(thread)
-        ahead = [*outcomes_of([] if claim is None else [claim]), *self._stream.ahead]
-        peek = functools.partial(peek_chunk, self._stream, self._layout, steps)
-        pipeline: Pipeline = OnDemand(self._stream, peek)
-        if self._options.prefetch:
-            depth = max(1, self._options.prefetch // (steps or 1))
-            pipeline = Prefetcher(self._stream, peek, depth)
-        running = _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
-        # In one line, so that each element is in one place whenever a signal raises.
-        self._running, self._stream.ahead, self._claims[thread] = running, ahead, None
-        return running
+            running = Prefetcher(make, steps, max(1, self._num_ahead // (steps or 1)))
+            with interrupts.held():
+                running.start(self)
+                self._prefetcher = running
+        return running.next()
 
     def _stop_reading(self) -> None:
-        """Ends the pipeline and puts what no thread has claimed back into the stream."""
-        running = self._running
-        if running is not None:
-            items = running.pipeline.drain()  # if a signal ends the wait, this is repeated
-            running.stop_when_dropped.detach()
-            self._running, self._stream.ahead = None, [*outcomes_of(items), *self._stream.ahead]
+        """Ends the thread, and gives what it has prepared back to the reader."""
+        running = self._prefetcher
+        if running is None:
+            return
+        running.stop()
+        running.join()  # a Ctrl-C that ends this wait leaves all as it is: the next call waits
+        with interrupts.held():
+            self._prefetcher = None
+            for item in reversed(running.items):
+                ahead = item.block.elements if isinstance(item, Chunk) else [item]
+                self._reader.ahead.extendleft(reversed(ahead))
+
+    def _agree(
+        self, together: Together, item: Chunk | BaseException, steps: int | None
+    ) -> HostTree | None:
+        """Returns what is delivered in place of an item after all have compared theirs, or None."""
+        block = item.block if isinstance(item, Chunk) else None
+        own = item.report if isinstance(item, Chunk) else item
+        assert own is not None, "described, as others read with this process"
+        try:
+            tree = together.agree(block, own, steps)
+        except StopIteration:  # the data of others has ended
+            self.close()
+            raise
+        if tree is not None and block is not None and len(tree.leaves[0]) < len(block):
+            # Others may have fewer because their data has ended, or changes its shape.
+            count = len(tree.leaves[0])
+            with self._lock:
+                self._stop_reading()
+                with interrupts.held():
+                    self._reader.ahead.extendleft(reversed(block.elements[count:]))
+                    self._position = block.positions[count - 1]
+        return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one call of the iterator returns: one element, or several as `Steps`.
+
+    Attributes:
+      block: its elements on the host.
+      result: what is returned to the user.
+      report: what the processes of a job compare.
+    """
+
+    block: Block
+    result: Any
+    report: Report | None
+
+
+_Make = Callable[[], Chunk | BaseException]
+
+
+def make_chunk(
+    reader: Reader, layout: InputLayout, together: Together | None, steps: int | None
+) -> Chunk | BaseException:
+    """Returns the next element, or up to `steps` of them stacked; or the error in its place.
+
+    There are fewer if the next element has another shape, or the data ends.
+    """
+    try:
+        allocate = layout.allocate if layout.copies or steps is not None else None
+        block = _read_block(reader, Block(reader.read(), steps or 1, allocate))
+        report = None if together is None else together.describe(block)
+        return Chunk(block, _as_result(block.tree, layout, steps), report)
+    except Exception as error:  # re-raised in the loop
+        return error
+
+
+def _read_block(reader: Reader, block: Block) -> Block:
+    while not block.is_full:
+        try:
+            element = reader.read()
+        except Exception as error:  # it comes after the elements before it
+            reader.ahead.append(error)
+            break
+        if not block.add(element):
+            # The source may refill its memory before this one is taken.
+            reader.ahead.appendleft(element._replace(tree=element.tree.copy()))
+            break
+    return block
+
+
+def _as_result(tree: HostTree, layout: InputLayout, steps: int | None) -> Any:
+    """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or one element."""
+    if steps is None:
+        return layout.to_element(HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves]))
+    return Steps(len(tree.leaves[0]), layout.to_steps(tree), layout)
+
+
+class Prefetcher:
+    """Makes up to `depth` items ahead on its own thread.
+
+    The thread inherits the context (strategies, 64-bit mode, default device) of the
+    thread that makes the Prefetcher, and holds no reference to its owner: it ends when
+    that is dropped. Only one thread at a time may take items.
+
+    Attributes:
+      items: what was made and not taken; the last may be an error.
+      steps: how many steps an item has; None: it is a single element.
+      is_stopped: whether it no longer makes any.
+
+    Args:
+      make: returns an item.
+      steps: see above.
+      depth: how many items may wait.
+    """
+
+    def __init__(self, make: _Make, steps: int | None, depth: int):
+        self._make, self.steps, self._depth = make, steps, depth
+        self.items: collections.deque[Chunk | BaseException] = collections.deque()
+        self.is_stopped = self._has_ended = False
+        self._waiters = Waiters()
+        self._settings = settings_of_this_thread()
+        self._process = os.getpid()
+        self._thread = threading.Thread(
+            target=self._work, name=f"{THREAD_NAME}-{next(_thread_numbers)}", daemon=True
+        )
+
+    def start(self, owner: object) -> None:
+        """Starts the thread, which ends when `owner` is dropped."""
+        self._when_dropped = weakref.finalize(owner, self.stop)
+        _live.add(self)
+        self._thread.start()
+
+    def next(self) -> Chunk | BaseException:
+        """Waits for the next item and takes it; StopIteration once stopped."""
+        self._waiters.ring()  # a signal other than Ctrl-C may have come before the ring below
+        self._waiters.wait_until(lambda: self.items or self.is_stopped)
+        with interrupts.held():
+            item = self.items.popleft() if self.items else StopIteration()
+            self._waiters.ring()
+        return item
+
+    def require_own_process(self) -> None:
+        """Raises a ContextError if the thread is in another process: this one was forked."""
+        if os.getpid() == self._process:
+            return
+        raise ContextError(
+            message(
+                "an iterator over a dataset needs to be read in the process that began to read it",
+                got=f"process {os.getpid()}, forked from process {self._process}",
+                why="the thread that moves elements to the devices ahead of the loop is not in it, "
+                "so none would ever come",
+                fix="begin in the new process: iterator = iter(dataset); or without a thread: "
+                "dj.InputOptions(prefetch=0)",
+            )
+        )
+
+    def stop(self) -> None:
+        """Asks the thread to end, which it does as soon as the source lets it."""
+        self.is_stopped = True
+        self._when_dropped.detach()
+        self._waiters.ring()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end."""
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return
+        # Before Python 3.13, a `Thread.join` ended by a signal also ends all later ones.
+        self._waiters.wait_until(lambda: self._has_ended, timeout)
+        self._thread.join(None if self._has_ended else 0)
+
+    def _work(self) -> None:
+        try:
+            with self._settings():
+                while self._has_room() and self._make_item():
+                    pass
+        finally:
+            self._has_ended = True
+            self._waiters.ring()
+
+    def _has_room(self) -> bool:
+        self._waiters.wait_until(lambda: self.is_stopped or len(self.items) < self._depth)
+        return not self.is_stopped
+
+    def _make_item(self) -> bool:
+        """Makes an item; returns whether it is not the last."""
+        try:
+            item = self._make()
+        except BaseException as error:  # e.g. SystemExit: the loop must not wait forever
+            item = error
+        try:
+            self.items.append(item)
+            self._waiters.ring()
+            return isinstance(item, Chunk)
+        finally:
+            del item  # else an error, its traceback and this frame form a cycle
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stops all threads: calling JAX during interpreter shutdown would crash it."""
+    live = list(_live)
+    for prefetcher in live:
+        prefetcher.stop()
+    for prefetcher in live:
+        prefetcher.join(_EXIT_SECONDS)
 
 
 def _require_untraced(method: str) -> None:

@@ -1,11 +1,13 @@
-"""InputOptions: partial batches, prefetch depth, sharding and copying of input."""
+"""What users say of their input and get with it: `InputOptions`, `InputContext` and `Batch`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
-from distjax.errors import describe_value, message
+import jax
+
+from distjax.errors import BatchError, describe_value, message
 from distjax.integers import require_int
 
 Partial = Literal["error", "drop", "pad"]
@@ -101,3 +103,90 @@ def as_input_options(options: object, method: str) -> InputOptions:
             fix=f"strategy.{method}(..., dj.InputOptions(partial='drop'))",
         )
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Describes the input pipeline that a dataset is made for.
+
+    Attributes:
+      num_input_pipelines: the number of pipelines, one per process.
+      input_pipeline_id: the number of this one, 0 to num_input_pipelines - 1.
+      num_replicas_in_sync: R, over all pipelines.
+
+    Source: tf.distribute.InputContext.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns B = G / R for a global batch size G.
+
+        Raises:
+          BatchError: G is not a number of examples, or R does not divide it.
+
+        Example:
+          >>> dj.InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
+          2
+        """
+        require_int(
+            "get_per_replica_batch_size: global_batch_size",
+            global_batch_size,
+            0,
+            why="it is a number of examples",
+            fix="context.get_per_replica_batch_size(64)",
+            error=BatchError,
+        )
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            sizes = [n * self.num_replicas_in_sync for n in (size, size + 1) if n]
+            raise BatchError(
+                message(
+                    f"get_per_replica_batch_size needs a global batch size that "
+                    f"{self.num_replicas_in_sync} replicas divide",
+                    got=f"global_batch_size={global_batch_size}",
+                    why="every replica gets the same number of examples",
+                    fix="use " + " or ".join(map(str, sizes)),
+                )
+            )
+        return size
+
+    def __str__(self) -> str:
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total: {self.num_input_pipelines})"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """An element under ``InputOptions(partial="pad")``; a pytree.
+
+    Padding consists of copies of real examples, so that their losses and gradients
+    are never NaN; weighted by the mask, results equal the unpadded ones.
+
+    Attributes:
+      data: the user's structure, leaves [B, ...] per replica.
+      mask: bool [B] per replica: True for the examples that count. A single bool []
+        if elements of `distribute_datasets_from_function` have no common leading
+        dimension.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> batches = [np.arange(4.0), np.arange(3.0)]
+      >>> dataset = strategy.distribute_dataset(batches, dj.InputOptions(partial="pad"))
+      >>> for batch in dataset:
+      ...     squares = strategy.run(lambda x: x * x, args=(batch.data,))
+      ...     print(strategy.reduce("sum", squares, axis=0, mask=batch.mask))
+      14.0
+      5.0
+    """
+
+    #: Lets the trace check that a step using a batch reads its mask.
+    masks_examples: ClassVar[bool] = True
+
+    data: Any
+    mask: Any

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from distjax.data.input_context import InputContext
+from distjax.data.options import InputContext
 from distjax.errors import describe_value, message
 from distjax.servers.calls import RemoteValue, cut_call, require_outside_of_steps, to_numpy
 from distjax.servers.closure import undone

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from distjax.data.source import keeps_position, skip
+from distjax.data.reader import drop, keeps_position
 from distjax.errors import message
 from distjax.placement.host_values import without_alias
 from distjax.typing import DTypeLike, PyTree
@@ -102,7 +102,7 @@ class Elements(NumberedElements):
         if state is not None and keeps_position(source):
             source.set_state(copy.deepcopy(state))
         elif source is not self._source:
-            skip(source, index, "per-worker data needs a dataset")
+            drop(enumerate(source), index, "per-worker data needs a dataset")
         elif index != self._next:
             raise ValueError(_once_only(index))
         self._source, self._next = source, index

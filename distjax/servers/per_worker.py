@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from distjax.data.input_context import InputContext
+from distjax.data.options import InputContext
 from distjax.errors import describe_value, message
 from distjax.placement.host_values import without_alias
 from distjax.servers.elements import Cursor, DataEnded, Elements, NumberedElements, Position

@@ -12,8 +12,7 @@ from distjax.context.contracts import Destinations
 from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
-from distjax.data.input_context import InputContext
-from distjax.data.options import ERROR, InputOptions, as_input_options
+from distjax.data.options import ERROR, InputContext, InputOptions, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
 from distjax.replica.call_checks import require_call, require_callable

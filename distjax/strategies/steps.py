@@ -19,8 +19,7 @@ from distjax import inner_traces
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.data.chunks import Steps
-from distjax.data.input_layout import InputLayout
+from distjax.data.input_layout import InputLayout, Steps
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.data import block
+from distjax.data import input_layout
 from distjax.data.input_layout import InputLayout
 from distjax.placement.topology import mesh_topology, one_device_topology
 
@@ -81,7 +81,7 @@ def test_blocks_grow(pair, options, monkeypatch, count):
         return allocate(layout, num_steps, *args)
 
     monkeypatch.setattr(InputLayout, "allocate", recorded)
-    monkeypatch.setattr(block, "_FIRST_BYTES", 2 * 2 * ROWS * 4)
+    monkeypatch.setattr(input_layout, "_FIRST_BYTES", 2 * 2 * ROWS * 4)
     data = [np.full((2, ROWS), i, np.float32) for i in range(count)]
     steps = iter(pair.distribute_dataset(data, options)).take(10**12)
     assert values(steps) == list(range(count))
@@ -89,7 +89,7 @@ def test_blocks_grow(pair, options, monkeypatch, count):
 
 
 def test_an_element_larger_than_the_first_memory(pair, monkeypatch):
-    monkeypatch.setattr(block, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(input_layout, "_FIRST_BYTES", 1)
     data = (np.full((2, ROWS), i, np.float32) for i in itertools.count())
     iterator = iter(pair.distribute_dataset(data, dj.InputOptions(prefetch=0)))
     assert values(iterator.take(5)) == [0, 1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """The background thread: how it ends, and iterators that threads share. No test sleeps."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.data.prefetch import Prefetcher
+from distjax.data.iterator import Prefetcher
+from distjax.errors import ContextError
 from tests.data.prefetching import (
     SECONDS,
     assert_ends,
@@ -130,15 +132,14 @@ class Alarm(BaseException):
     """Raised where the program stands, as KeyboardInterrupt is."""
 
 
-@pytest.mark.parametrize("method", ["join", "drain"])
-def test_an_interrupt_while_the_thread_is_ended_loses_no_element(pair, method, monkeypatch):
+def test_an_interrupt_while_the_thread_is_ended_loses_no_element(pair, monkeypatch):
     iterator, _ = started(pair)
 
     def interrupted(*_):
         raise Alarm
 
     with monkeypatch.context() as patch, pytest.raises(Alarm):
-        patch.setattr(Prefetcher, method, interrupted)
+        patch.setattr(Prefetcher, "join", interrupted)
         iterator.take(2)
     assert [int(local(pair, next(iterator))[0][0]) for _ in range(4)] == [1, 2, 3, 4]
     iterator.close()
@@ -164,9 +165,9 @@ def test_a_program_ends_while_threads_run():
 import threading
 import numpy as np
 import distjax as dj
-from distjax.data import prefetch
+from distjax.data import iterator
 
-prefetch._EXIT_SECONDS = 0.1
+iterator._EXIT_SECONDS = 0.1
 strategy = dj.VirtualStrategy(2)
 running = iter(strategy.distribute_dataset(np.zeros(2) for _ in iter(int, 1)))
 next(running)
@@ -234,3 +235,22 @@ def test_each_element_goes_to_one_of_two_threads(prefetch):
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert sorted(given) == list(range(60))
+
+
+def test_an_iterator_in_a_forked_process(pair, monkeypatch):
+    iterator, _ = started(pair)
+    here = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: here + 1)
+        with pytest.raises(ContextError) as e:
+            next(iterator)
+    assert str(e.value) == (
+        "an iterator over a dataset needs to be read in the process that began to read it.\n"
+        f"  Got: process {here + 1}, forked from process {here}.\n"
+        "  Why: the thread that moves elements to the devices ahead of the loop is not in it, so "
+        "none would ever come.\n"
+        "  Fix: begin in the new process: iterator = iter(dataset); or without a thread: "
+        "dj.InputOptions(prefetch=0)"
+    )
+    assert int(next(iterator).stacked[0, 0]) == 1
+    iterator.close()

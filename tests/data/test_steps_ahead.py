@@ -9,7 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax.context import frames
-from distjax.data.prefetch import THREAD_NAME
+from distjax.data.iterator import THREAD_NAME
 from tests.replicas import local
 
 SECONDS = 60

@@ -23,7 +23,7 @@ from distjax.flax.object_types import is_object
 from distjax.flax.plans import place_objects, raw_value
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 BARE = "array"  #: the kind of an array that is an attribute by itself, in no variable
 

@@ -27,7 +27,7 @@ from distjax.replica.cross_facts import is_own
 from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 
 def combine_writes(

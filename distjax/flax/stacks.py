@@ -15,7 +15,7 @@ from distjax.flax import static_attributes
 from distjax.flax.plans import raw_value, write_entries
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
-from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts import LocalForm
 
 
 def scan_layers(

@@ -25,7 +25,7 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.replica.partitioned_tree import is_array
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

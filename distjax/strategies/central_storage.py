@@ -14,10 +14,7 @@ from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
-from distjax.variables.layouts.host import HostLayout
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.variable_placement import LaidOut
+from distjax.variables.layouts import HostLayout, LaidOut, Layout, MirroredLayout
 
 
 @dataclasses.dataclass(frozen=True)

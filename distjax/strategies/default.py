@@ -34,10 +34,10 @@ from distjax.strategies.steps import MultiStepContext, make_steps_program, run_s
 from distjax.strategies.strategy import Strategy
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.layouts import PlainPlacement
 from distjax.variables.storage import StoredArray, VariableLock
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import PlainPlacement
 
 
 class DefaultExtended:

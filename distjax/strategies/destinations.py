@@ -17,10 +17,9 @@ from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import LaidOut, Layout
 from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import LaidOut
 
 
 def resolve(extended: ExtendedContract, destinations: Destinations, method: str) -> Sharding | None:

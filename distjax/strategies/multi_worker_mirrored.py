@@ -11,7 +11,7 @@ from distjax.placement.topology import REPLICA_AXIS, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
-from distjax.variables.variable_placement import MirroredPlacement
+from distjax.variables.layouts import MirroredPlacement
 
 
 class MultiWorkerMirroredStrategy(Strategy):

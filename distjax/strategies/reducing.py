@@ -44,7 +44,7 @@ from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
 from distjax.variables.conversion import is_number
-from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts import LocalForm
 from distjax.variables.variable import Variable
 
 

@@ -7,7 +7,7 @@ import jax
 from distjax.placement.topology import REPLICA_AXIS, local_devices, one_device_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.variables.variable_placement import MirroredPlacement
+from distjax.variables.layouts import MirroredPlacement
 
 
 class VirtualStrategy(Strategy):

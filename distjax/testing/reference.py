@@ -55,9 +55,9 @@ from distjax.typing import (
 )
 from distjax.variables.construct import initializer_of
 from distjax.variables.conversion import is_number
+from distjax.variables.layouts import MirroredPlacement
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import MirroredPlacement
 
 
 class ReferenceStrategy(Strategy):

@@ -37,8 +37,7 @@ from distjax.variables.access import (
     require_one_value,
 )
 from distjax.variables.conversion import convert, is_number
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.layouts import MirroredLayout, StackedLayout
 from distjax.variables.policy import policy_for
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable

@@ -20,7 +20,7 @@ from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
-from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts import LocalForm
 from distjax.variables.leak_errors import leak_text
 from distjax.variables.storage import hand_out
 from distjax.variables.stored_variable import StoredVariable

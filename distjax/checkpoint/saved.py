@@ -26,7 +26,7 @@ from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import CheckpointError, describe_error, message
 from distjax.typing import PyTree
-from distjax.variables.casting import Array
+from distjax.variables.conversion import Array
 from distjax.variables.variable import Variable
 
 #: Incremented when older versions can no longer read what is written.

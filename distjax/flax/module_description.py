@@ -12,8 +12,8 @@ from distjax.flax import rules, strategy_of
 from distjax.flax.layouts import layout_of
 from distjax.flax.plans import raw_value
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.variables.description import VariableDescription, describe_stored
 from distjax.variables.layouts import Layout, StackedLayout
-from distjax.variables.variable_description import VariableDescription, describe_stored
 
 #: The aggregation of a `dj.Variable` that is equivalent to a rule.
 _AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}

@@ -21,7 +21,7 @@ from distjax.objects.claims import HeldClaims
 from distjax.replica.partitioned_tree import ObjectStateKey
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
-from distjax.variables.variable_description import VariableDescription
+from distjax.variables.description import VariableDescription
 
 R = TypeVar("R")
 

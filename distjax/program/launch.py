@@ -25,7 +25,7 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec, as_static_output, show_end
 from distjax.program.step import Step
 from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog
+from distjax.variables.state import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
 
 #: Writes the state of objects back, and returns what builds the user's results.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from distjax.objects.stateful import active_bridge
 from distjax.strategies.contracts import ExtendedContract
 from distjax.tables import Table, as_html, as_text, format_bytes
-from distjax.variables.variable_description import VariableDescription, describe_variable
+from distjax.variables.description import VariableDescription, describe_variable
 
 
 @dataclasses.dataclass(frozen=True)

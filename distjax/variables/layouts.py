@@ -123,10 +123,20 @@ class UnsplitForm:
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    def _same(self, value: jax.Array) -> Any:
+    def to_replicas(self, value: jax.Array) -> Any:
         return value
 
-    to_replicas = from_replicas = spread = gather = own_part = _same
+    def from_replicas(self, array: jax.Array) -> Any:
+        return array
+
+    def spread(self, value: jax.Array) -> Any:
+        return value
+
+    def gather(self, local: jax.Array) -> Any:
+        return local
+
+    def own_part(self, value: jax.Array) -> Any:
+        return value
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns the sum or mean, by an all-reduce."""

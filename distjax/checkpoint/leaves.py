@@ -22,7 +22,7 @@ from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.transfer import transfer
 from distjax.typing import PyTree
-from distjax.variables.casting import cast
+from distjax.variables.conversion import cast
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
 

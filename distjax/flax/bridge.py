@@ -42,9 +42,8 @@ from distjax.flax.traced_objects import Outcome, SavedState, TracedNNXObjects, c
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.stacked import StackedLayout
-from distjax.variables.variable_description import VariableDescription, describe_stored
+from distjax.variables.description import VariableDescription, describe_stored
+from distjax.variables.layouts import Layout, StackedLayout
 
 # -- module description -------------------------------------------------------
 # Descriptions of NNX variables placed for a strategy, for `strategy.describe()`.

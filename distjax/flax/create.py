@@ -34,7 +34,7 @@ from distjax.placement.transfer import transfer
 from distjax.replica.partitioned_tree import is_array
 from distjax.strategies.values import place_rows, require_rows
 from distjax.typing import PyTree
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from distjax.replica.global_value import from_user_value, replica_aval, stack_re
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike, PyTree, ReduceOpLike
-from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts import LocalForm
 
 
 def value_and_grad(

@@ -48,10 +48,7 @@ from distjax.replica.output_layout import AlreadyPlaced
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import reduction_layout
 from distjax.typing import DTypeLike, PyTree
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.local_form import LocalForm
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.variable_placement import VariablePlacement
+from distjax.variables.layouts import Layout, LocalForm, MirroredLayout, VariablePlacement
 
 # -- layouts ------------------------------------------------------------------
 # Where the arrays of Flax variables live between steps, by strategy and variable type.

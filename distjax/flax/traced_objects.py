@@ -45,7 +45,7 @@ from distjax.replica.partitioned_tree import is_array
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
 from distjax.user_lines import calling_line
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout
 
 # -- saved state --------------------------------------------------------------
 # The state of NNX objects, saved before a trace and restored after it.

@@ -23,7 +23,7 @@ from distjax.objects.walk import Place
 from distjax.replica.partitioned_tree import ObjectStateKey, is_one_leaf
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
-from distjax.variables.variable_description import VariableDescription
+from distjax.variables.description import VariableDescription
 
 R = TypeVar("R")
 

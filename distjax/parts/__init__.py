@@ -12,21 +12,23 @@ private and may change without notice.
 from distjax.placement.topology import Topology, mesh_topology, one_device_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.sharded import CentralStoragePlacement, ShardedPlacement
-from distjax.variables.layouts.host import HostLayout
-from distjax.variables.layouts.host_sharded import HostShardedLayout
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.local_form import WHOLE, LocalForm
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.layouts.one_device import OneDeviceLayout
-from distjax.variables.layouts.partitioned import PartitionedLayout
-from distjax.variables.layouts.shards import AxisShards, Shards
-from distjax.variables.layouts.stacked import StackedLayout
-from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
-from distjax.variables.variable_placement import (
+from distjax.variables.layouts import (
+    WHOLE,
+    AxisShards,
+    HostLayout,
+    HostShardedLayout,
+    Layout,
+    LocalForm,
+    MirroredLayout,
     MirroredPlacement,
+    OneDeviceLayout,
+    PartitionedLayout,
     PlainPlacement,
+    Shards,
+    StackedLayout,
     VariablePlacement,
 )
+from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
 
 __all__ = [
     "WHOLE",

@@ -39,8 +39,7 @@ from distjax.traced_types import as_traced, type_of
 from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import access
-from distjax.variables.creation_log import CreationLog
-from distjax.variables.state import TraceState, with_variables_as_inputs
+from distjax.variables.state import CreationLog, TraceState, with_variables_as_inputs
 from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 

@@ -31,7 +31,7 @@ from distjax.program.discovery import (
     show_end,
 )
 from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog
+from distjax.variables.state import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
 
 #: Writes the state of objects back, and returns what builds the user's results.

@@ -35,7 +35,7 @@ from distjax.replica.feedback import Feedback
 from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog, require_no_trace
+from distjax.variables.state import CreationLog, require_no_trace
 from distjax.variables.storage import copy_handles, require_undeleted
 
 # -- former builds ------------------------------------------------------------

@@ -25,8 +25,7 @@ from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_merge import UserMerge
 from distjax.replica.user_names import function_name
 from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog
-from distjax.variables.state import TraceState
+from distjax.variables.state import CreationLog, TraceState
 
 
 @dataclasses.dataclass

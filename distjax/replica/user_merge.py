@@ -38,8 +38,7 @@ from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_names import function_name
 from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog
-from distjax.variables.state import MergeState, ShapeState, TraceState
+from distjax.variables.state import CreationLog, MergeState, ShapeState, TraceState
 from distjax.variables.variable import Variable
 
 

@@ -24,11 +24,10 @@ from distjax.program.discovery import OutputSpec, spec_of
 from distjax.program.launch import Build, Finish
 from distjax.servers.server import ParameterServer
 from distjax.typing import DTypeLike
-from distjax.variables.layouts.local_form import WHOLE
+from distjax.variables.layouts import WHOLE, LaidOut
 from distjax.variables.partitioners import Partitioner, count_shards
 from distjax.variables.storage import RemoteStorage, Stored, VariableLock
 from distjax.variables.stored_variable import StoredVariable
-from distjax.variables.variable_placement import LaidOut
 
 
 class HasDtype(Protocol):

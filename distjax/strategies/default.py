@@ -22,8 +22,8 @@ from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import require_pairs
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DatasetLike, PositionalArgs, PyTree, ReduceOpLike
+from distjax.variables.layouts import PlainPlacement
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import PlainPlacement
 
 
 class _Lacking:

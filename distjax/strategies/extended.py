@@ -28,10 +28,10 @@ from distjax.strategies import job_devices, reducing, updating, values
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.layouts import VariablePlacement
 from distjax.variables.storage import StoredArray, VariableLock
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import VariablePlacement
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -27,9 +27,9 @@ from distjax.placement.topology import Topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.tables import Table, as_html, as_text, format_bytes
 from distjax.typing import PyTree
+from distjax.variables.description import VariableDescription, describe_variable
 from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
-from distjax.variables.variable_description import VariableDescription, describe_variable
 
 
 @dataclasses.dataclass(frozen=True)

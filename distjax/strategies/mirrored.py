@@ -19,7 +19,7 @@ from distjax.placement.topology import (
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import devices_of_job, local_devices_or
 from distjax.strategies.strategy import Strategy
-from distjax.variables.variable_placement import MirroredPlacement, PlainPlacement
+from distjax.variables.layouts import MirroredPlacement, PlainPlacement
 
 
 class _ReplicaPerDevice(Strategy):

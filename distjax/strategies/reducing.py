@@ -43,11 +43,9 @@ from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
 from distjax.variables.conversion import is_number
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts import LaidOut, Layout, LocalForm
 from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import LaidOut
 
 
 def reduce(

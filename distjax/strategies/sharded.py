@@ -19,12 +19,8 @@ from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
-from distjax.variables.layouts.host import HostLayout
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.layouts.partitioned import PartitionedLayout
+from distjax.variables.layouts import HostLayout, LaidOut, Layout, MirroredLayout, PartitionedLayout
 from distjax.variables.partitioners import Partitioner, count_shards, require_partitioner
-from distjax.variables.variable_placement import LaidOut
 
 #: What is split, for ZeRO stages 1 to 3. Each includes those before it.
 PARTITIONS = ("optimizer", "gradients", "parameters")

@@ -52,7 +52,7 @@ from distjax.typing import (
 )
 from distjax.variables.construct import initializer_of
 from distjax.variables.conversion import is_number
-from distjax.variables.variable_placement import MirroredPlacement
+from distjax.variables.layouts import MirroredPlacement
 
 
 class ReferenceStrategy(Strategy):

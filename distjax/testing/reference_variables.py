@@ -37,12 +37,11 @@ from distjax.variables.access import (
     require_one_value,
 )
 from distjax.variables.conversion import convert, is_number
-from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.description import VariableDescription
+from distjax.variables.layouts import MirroredLayout, StackedLayout
 from distjax.variables.policy import policy_for
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
-from distjax.variables.variable_description import VariableDescription
 
 _SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA

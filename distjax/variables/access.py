@@ -33,8 +33,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.row_flow import note_one_value
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
-from distjax.variables.casting import Array, module_of
-from distjax.variables.conversion import convert, is_number
+from distjax.variables.conversion import Array, convert, is_number, module_of
 from distjax.variables.policy import PLAIN, Combine
 from distjax.variables.state import State
 from distjax.variables.storage import RemoteStorage, reuse_components

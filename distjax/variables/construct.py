@@ -26,17 +26,13 @@ from distjax.placement.per_replica import PerReplica
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
-from distjax.variables.casting import Array
-from distjax.variables.conversion import as_array, is_traced, to_dtype, without_weak_type
-from distjax.variables.creation_log import require_no_trace, require_own_trace
-from distjax.variables.layouts.layout import Layout
-from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.conversion import Array, as_array, is_traced, to_dtype, without_weak_type
+from distjax.variables.layouts import Layout, StackedLayout, VariablePlacement
 from distjax.variables.policy import PLAIN, Policy, policy_for
-from distjax.variables.state import TraceState
+from distjax.variables.state import TraceState, require_no_trace, require_own_trace
 from distjax.variables.storage import hand_out
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import VariablePlacement
 
 
 def make_variable(

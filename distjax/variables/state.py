@@ -4,22 +4,25 @@ During a trace, a variable's value lives in the trace's state. The first read st
 `variable` equation in the trace that owns the state, no matter how deeply nested the
 reader is. When the trace is compiled, these equations become inputs of the program, and the
 written values become outputs.
+
+The initial values of variables that the traced function creates are outputs of the trace, too. When
+it ends, the values are computed, the variables get their storage, and the function is traced again:
+its constructors then return the variables already made, in order (`CreationLog`).
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, TypeAlias
 
 import jax
 
 from distjax import inner_traces, jax_compat
-from distjax.errors import TraceLeakError, message
+from distjax.errors import ContextError, TraceLeakError, message
 from distjax.jax_compat import ShapedArray
-from distjax.typing import PyTree
-from distjax.variables.creation_log import CreationLog
-from distjax.variables.layouts.local_form import LocalForm
-from distjax.variables.leak_errors import leak_text
+from distjax.typing import DTypeLike, PyTree
+from distjax.variables.layouts import LocalForm
 from distjax.variables.storage import hand_out
 from distjax.variables.stored_variable import StoredVariable
 
@@ -253,3 +256,196 @@ class ShapeState(MergeState):
 
 def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
     return variable.layout.local_form.gather(shard)
+
+
+# -- variables that a trace creates ---------------------------------------------
+
+
+class CreationLog:
+    """The variables that one trace creates, or that the previous trace created.
+
+    Attributes:
+      made: the previous trace's variables by position; a constructor that runs again
+        returns the one made at its position.
+      outermost: the log that counts constructors across all nested traces.
+      values: the variables that this trace creates and their initial values, in its view.
+      collected: in the outermost log, the variables that any of these traces created.
+      makes_at_once: whether variables get their storage immediately, from concrete
+        initial values (merge functions, whose shape trace is thrown away).
+      remembered: the variables that were made immediately.
+      reused: the names of the previous trace's variables that constructors returned.
+    """
+
+    def __init__(
+        self,
+        made: list[Any] | None = None,
+        outermost: CreationLog | None = None,
+        makes_at_once: bool = False,
+    ):
+        self.outermost = outermost or self
+        self.made = made or []
+        self.makes_at_once = makes_at_once
+        self.remembered: list[Any] = []
+        self.values: dict[Any, Any] = {}
+        self.collected: list[Any] = []
+        self.position = 0
+        self.reused: tuple[str, ...] = ()
+
+    @staticmethod
+    def within(state: TraceState) -> CreationLog | None:
+        """Returns the log for a trace nested in the trace of `state`."""
+        around = state.creations
+        if around is None or around.makes_at_once:
+            return None
+        return CreationLog(outermost=around.outermost)
+
+    def take(self, *, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Any | None:
+        """Returns the variable previously made at this position, or None."""
+        top = self.outermost
+        position, top.position = top.position, top.position + 1
+        if not top.made:
+            return None
+        if position >= len(top.made):
+            raise ContextError(_changed_text(name, "one variable more than in the trace before"))
+        variable = top.made[position]
+        if (variable.shape, variable.dtype, variable.name) != (tuple(shape), dtype, name):
+            got = f"{name!r} {dtype}{list(shape)} at the place of {variable!r}"
+            raise ContextError(_changed_text(name, got))
+        top.reused = (*top.reused, name)
+        return variable
+
+    def collect(self, variable: StoredVariable, value: PyTree) -> None:
+        """Records a new variable and its initial value in this trace."""
+        self.values[variable] = value
+        variable.stored.is_being_made = True  # the rest of the trace may use it
+        self.outermost.collected.append(variable)
+
+    def take_values(self) -> list[Any]:
+        """Returns the initial values and drops them, so no tracer outlives its trace."""
+        values = list(self.values.values())
+        self.values = dict.fromkeys(self.values)
+        return values
+
+    def close(self) -> None:
+        """Ends the outermost trace; from now on its variables need a stored value."""
+        for variable in self.collected:
+            variable.stored.is_being_made = False
+
+
+def require_no_trace(name: str) -> None:
+    """Raises TraceLeakError inside a JAX trace that distjax does not own."""
+    if jax_compat.tracing():
+        raise TraceLeakError(_creation_leak_text(name))
+
+
+def require_own_trace(state: TraceState, name: str) -> None:
+    """Raises TraceLeakError unless the trace of `state` can create a variable here."""
+    creations = state.creations
+    if creations is not None and not creations.makes_at_once:
+        if jax_compat.current_trace() is state.trace:
+            return
+    raise TraceLeakError(_creation_leak_text(name))
+
+
+def _creation_leak_text(name: str) -> str:
+    return message(
+        f"variable {name!r} needs to be created outside of inner traces",
+        got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
+        "merge function, or in a step for parameter servers",
+        why="its initial value belongs to the inner trace and would leak out of it",
+        fix="create it before, under `with strategy.scope():`, or, except with parameter servers, "
+        "at the top of the replica function; in a merge function from a concrete value or a "
+        "function: dj.Variable(lambda: jnp.zeros(3))",
+    )
+
+
+def _changed_text(name: str, got: str) -> str:
+    return message(
+        f"variable {name!r} needs to be created in the same order each time",
+        got=got,
+        why="a function that creates variables is traced a second time, and each constructor is "
+        "handed the variable made at its place",
+        fix="create variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
+    )
+
+
+# -- the texts of leak errors ---------------------------------------------------
+
+#: Control flow that `dj.lax` provides too; `_LOOPS` adds what it does not.
+_CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
+_LOOPS = _CARRYING_LOOPS | {"map", "associative_scan"}
+_TRANSFORMS = {
+    "value_and_grad_f": "grad",
+    "grad_f": "grad",
+    "vjp": "vjp",
+    "jvp": "jvp",
+    "linearize": "linearize",
+    "vmap_f": "vmap",
+    "cache_miss": "jit",
+    "make_jaxpr_f": "make_jaxpr",
+    "eval_shape": "eval_shape",
+    "fun_remat": "checkpoint",
+}
+
+
+def leak_text(variable: StoredVariable, action: str, place: str) -> str:
+    """Returns the text for using a variable in a trace that distjax does not own.
+
+    Args:
+      variable: the variable.
+      action: "read" or "write".
+      place: where it happens, used if the call stack shows no JAX construct.
+    """
+    construct = _enclosing_construct()
+    inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
+    inside = inside if construct else place
+    if construct in _CARRYING_LOOPS:
+        fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
+    elif action == "read" and construct not in (None, "jit"):
+        fix = "read it before: value = v.value; or compile the code around it with distjax.jit, "
+        fix += "which follows variables"
+    elif place.startswith("an inner") or construct not in (None, "jit"):
+        fix = "return the new value from the inner function and assign it outside"
+        if construct == "jit":
+            fix = (
+                "distjax.jit in place of jax.jit, or leave jit out: run and distjax.jit compile "
+                f"what they call; or {fix}"
+            )
+    elif jax.sharding.get_abstract_mesh().manual_axes:
+        inside = "jax.pmap or jax.shard_map"
+        fix = "dj.pmap(fn, strategy=strategy) in place of jax.pmap, or strategy.run: they follow "
+        fix += "variables"
+    else:
+        fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
+    return message(
+        f"a {action} of variable {variable.name!r} needs to happen in the function that "
+        "distjax traces",
+        got=f"a {action} inside {inside}",
+        why="the value would be baked into the inner program"
+        if action == "read"
+        else "the new value belongs to the inner trace and would leak out of it",
+        fix=fix,
+    )
+
+
+def _enclosing_construct() -> str | None:
+    """Returns the innermost JAX construct on the call stack, for error texts.
+
+    JAX builds constructs on one another (`fori_loop` on `scan`, `grad` on `linearize`), so
+    of JAX calls with no user code between them, the outermost is the one the user wrote.
+    Loops called by `dj.lax` are skipped, because they carry variables.
+    """
+    frame, found = sys._getframe(1), None  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("jax."):
+            is_loop = name in _LOOPS and ".lax." in module
+            found = name if is_loop else _TRANSFORMS.get(name, found)
+        elif module == "distjax.replica.lax":
+            found = None
+        elif module not in ("contextlib", "functools"):
+            if found or module == "distjax.program.program":
+                return found
+        frame = frame.f_back
+    return found

@@ -13,10 +13,9 @@ from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import transfer
 from distjax.traced_types import as_traced, type_of
 from distjax.typing import ArrayLike
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts import Layout, VariablePlacement
 from distjax.variables.policy import Policy
 from distjax.variables.storage import Stored, StoredArray, VariableLock
-from distjax.variables.variable_placement import VariablePlacement
 
 
 class OwningStrategy(StrategyLike, Protocol):

@@ -20,8 +20,8 @@ from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import require_wholly_here
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
-from distjax.variables.html import variable_html
-from distjax.variables.layouts.layout import Layout
+from distjax.variables.description import variable_html
+from distjax.variables.layouts import Layout
 from distjax.variables.policy import Policy, resolve_modes
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 

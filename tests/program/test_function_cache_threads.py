@@ -9,7 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax.strategies import reducing
-from distjax.variables.layouts.host import HostLayout
+from distjax.variables.layouts import HostLayout
 from tests.own_threads import in_threads
 from tests.replicas import local
 

@@ -1,1 +1,0 @@
-"""Layouts: how a variable's value is stored, and what each replica holds of it."""

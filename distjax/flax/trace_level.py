@@ -17,7 +17,7 @@ from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.flax.object_types import is_object
 from distjax.objects.captures import MAX_DEPTH
-from distjax.replica import user_merge
+from distjax.replica import merge
 from distjax.typing import PyTree
 
 #: The mark of objects made outside all traces; this module may be imported inside one.
@@ -63,7 +63,7 @@ def explain_here(error: Exception) -> TraceLeakError | None:
     if node is None:
         return None
     modules = {frame.f_globals.get("__name__") for frame in _frames(error)}
-    return (_in_merge if user_merge.__name__ in modules else _in_inner_trace)(node)
+    return (_in_merge if merge.__name__ in modules else _in_inner_trace)(node)
 
 
 def _refused(error: Exception) -> list[PyTree]:

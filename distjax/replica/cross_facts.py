@@ -7,7 +7,7 @@ recognized by its identity: as the result of a run, or of a reduction of one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,45 +20,18 @@ from distjax.placement.topology import Topology
 from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, Site, SiteRecord, Where
+from distjax.replica.merge import reduction_of
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line
-from distjax.variables.state import MergeState, ShapeState
-
-_REDUCTION = "distjax_reduce_"
-
-
-def call_as_reduction(
-    name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
-) -> list[Any]:
-    """Returns ``reduce(arrays)``, as a single equation in the trace of a merge.
-
-    This lets facts about the arrays be tracked through the merge; the program has it inlined.
-
-    Args:
-      name: "SUM", "MEAN" or "GATHER"; anything else is not tracked.
-      reduce: the reduction.
-      arrays: its operands.
-    """
-    if not isinstance(frames.current().state, ShapeState):
-        return reduce(arrays)
-
-    def call(arrays: Sequence[Any]) -> list[Any]:
-        return reduce(arrays)
-
-    call.__name__ = f"{_REDUCTION}{name}"
-    return jax.jit(call)(list(arrays))
-
-
-def is_reduction(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is one of `call_as_reduction`."""
-    return str(eqn.params.get("name")).startswith(_REDUCTION)
+from distjax.variables.state import MergeState
 
 
 def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """The rule for equations of `call_as_reduction`; None for any other call."""
-    if not is_reduction(eqn):
+    """The rule for reductions in cross-replica code; None for any other call."""
+    op = reduction_of(eqn)
+    if op is None:
         return None
-    op, walk.across = eqn.params["name"].removeprefix(_REDUCTION), True
+    walk.across = True
     outs = [follow(walk, op, eqn, x) for x in ins]
     walk.across = False
     return outs

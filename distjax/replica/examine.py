@@ -22,8 +22,8 @@ from distjax.replica.cross_facts import recall
 from distjax.replica.fact_rules import RULES
 from distjax.replica.facts import EQUAL, Fact, FactWalk
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.merge import WeakMerge
 from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
-from distjax.replica.user_merge import WeakMerge
 from distjax.replica.user_names import user_path
 from distjax.trees import nodes_of
 from distjax.typing import PyTree

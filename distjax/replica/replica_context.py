@@ -23,8 +23,7 @@ from distjax.errors import (
 )
 from distjax.placement.per_replica import PerReplica, require_local
 from distjax.replica.call_checks import add_merge_note, require_call
-from distjax.replica.tracer_localities import TracerLocalities
-from distjax.replica.user_merge import UserMerge, bind_merge
+from distjax.replica.merge import UserMerge, bind_merge
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
 
@@ -38,8 +37,8 @@ class ReplicaContext:
       context vs. cross-replica context" (TF 1.13).
     """
 
-    def __init__(self, strategy: StrategyLike, localities: TracerLocalities):
-        self._strategy, self._localities = strategy, localities
+    def __init__(self, strategy: StrategyLike):
+        self._strategy = strategy
         self.merge_error: Exception | None = None
         self.merges: list[UserMerge] = []
 
@@ -103,8 +102,8 @@ class ReplicaContext:
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         frame = self._require_current("merge_call")
         try:
-            known, keep = self._localities, self.merges.append
-            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, known, keep)
+            keep = self.merges.append
+            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, keep)
         except Exception as error:
             # A failed merge fails for all replicas, so none can continue without it.
             self.merge_error = error

@@ -19,10 +19,9 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.call_checks import require_finished
 from distjax.replica.global_value import GlobalValue, replica_aval
+from distjax.replica.merge import UserMerge
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.replica_context import ReplicaContext
-from distjax.replica.tracer_localities import TracerLocalities
-from distjax.replica.user_merge import UserMerge
 from distjax.replica.user_names import function_name
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
@@ -68,10 +67,7 @@ def trace_replica(
         creation = CreationLog.within(outer)
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
-        localities = TracerLocalities(
-            topology.axis_name, state.trace, local, [x.varying for x in global_values]
-        )
-        context = ReplicaContext(strategy, localities)
+        context = ReplicaContext(strategy)
         error, written = None, []
         try:
             frame = Frame(strategy, context, state, axis_name=topology.axis_name)
@@ -85,8 +81,6 @@ def trace_replica(
             if creation is None or not creation.values:
                 raise
             error, result, leaves = raised, PartitionedTree((), is_array), []
-        finally:
-            localities.forget()
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=written, created=created, error=error)
         found["merges"], context.merges = context.merges, []

@@ -33,8 +33,9 @@ from distjax.placement.host_values import require_held, require_no_mask, without
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.row_flow import note_one_value
 from distjax.placement.topology import Topology
-from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
+from distjax.replica.cross_facts import follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
+from distjax.replica.merge import call_as_reduction
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark

@@ -37,7 +37,7 @@ from distjax.replica.user_names import function_name
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced
-from distjax.variables.state import MergeState, TraceState
+from distjax.variables.state import TraceState
 from distjax.variables.variable import Variable
 
 
@@ -102,9 +102,6 @@ class MultiStepContext:
     ) -> None:
         _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
-        state = frames.current().state
-        if isinstance(state, MergeState):
-            state.is_pure = False  # the output has to be that of the trace that is used
         self.last_step_outputs[name] = reduced
 
     def set_non_tensor_output(self, name: str, output: PyTree) -> None:

@@ -129,7 +129,6 @@ class TraceState:
       written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
       feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
-      is_pure: whether the code leaves no value of the trace elsewhere.
       holds_whole: whether values of split variables are whole in the replica view, too.
       expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
@@ -145,7 +144,6 @@ class TraceState:
         self.trace = jax_compat.current_trace()
         self.parent = parent
         self.creations = creations
-        self.is_pure = True
         self.holds_whole = parent is not None and parent.holds_whole
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}

@@ -19,6 +19,7 @@ FLOORS = {
     "jax_compat": -3,
     "trees": -3,
     "inner_traces": -1,
+    "jaxprs": -2,
     "masks": -2,
     "staged_call": -1,
     "traced_types": -2,

@@ -19,8 +19,9 @@ from jax import lax
 from distjax import inner_traces, jax_compat, user_lines
 from distjax.context import frames
 from distjax.errors import MergeError, message
+from distjax.jaxprs import CALLS
 from distjax.placement.topology import Topology
-from distjax.replica.analysis import CALLS, MERGE_NAME, Analysis, join
+from distjax.replica.analysis import MERGE_NAME, Analysis
 from distjax.replica.global_value import GlobalValue, stack_replicas
 
 
@@ -170,7 +171,7 @@ def _emit_cond(
 
     for jaxpr, consts in branches:
         outs = _shapes_only(lambda j=jaxpr, c=consts: emitter.emit(j, c, operands))
-        flags = join(flags, [o.varying for o in outs])
+        flags = _join(flags, [o.varying for o in outs])
     arrays = lax.switch(index.array, [branch(j, c) for j, c in branches])
     return _as_global_values(arrays, flags)
 
@@ -197,7 +198,7 @@ def _fixpoint(
         flags = [c.varying for c in carry]
         avals = [jax_compat.aval_of(c.array) for c in carry]
         outs = _shapes_only(_with_localities(step, flags), [*avals, *slices])
-        joined = join(flags, [o.varying for o in outs[: len(carry)]])
+        joined = _join(flags, [o.varying for o in outs[: len(carry)]])
         if joined == flags:
             return carry, flags, [o.varying for o in outs[len(carry) :]]
         carry = [
@@ -225,6 +226,10 @@ def _shapes_only(
     with frames.without_observer():
         inner_traces.trace_jaxpr(trace, avals)
     return found
+
+
+def _join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+    return [x or y for x, y in zip(a, b, strict=True)]
 
 
 def _as_global_values(arrays: Sequence[Any], flags: Sequence[bool]) -> list[GlobalValue]:

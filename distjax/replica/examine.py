@@ -80,7 +80,7 @@ def examine(
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
-    env = walk.run(jaxpr, ins)
+    env = walk.values(jaxpr, ins)
     outs = [walk.read(env, v) for v in jaxpr.outvars]
     of_user, of_objects, finals = outs[:own], outs[own:results], outs[results:]
     findings.find_sums(walk)

@@ -19,6 +19,7 @@ from jax import lax
 from distjax import jax_compat
 from distjax.errors import message
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from distjax.jaxprs import evaluate_inside
 from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
 
@@ -74,7 +75,7 @@ class OneDevice:
             options = {key: params[key] for key in ("prevent_cse", "policy")}
             return jax.checkpoint(self._as_function(params["jaxpr"]), **options)(*ins)
         if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(eqn, ins)
+            return evaluate_inside(eqn, ins, self.evaluate)
         if name in ("custom_jvp_call", "custom_vjp_call"):
             evaluate = jax.custom_jvp(self._as_function(params["call_jaxpr"]))
             evaluate.defjvp(_refuse_derivative)
@@ -128,32 +129,6 @@ class OneDevice:
             source[receiver], has_source[receiver] = sender, True
         row = lax.all_gather(x, self.axis_name)[self.own_row(source)]
         return jnp.where(self.own_row(has_source), row, jnp.zeros_like(row))
-
-    # -- loops and branches ----------------------------------------------------
-
-    def _scan(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        shared, start, xs = jax_compat.split_scan_inputs(eqn, ins)
-        evaluate = self._as_function(eqn.params["jaxpr"])
-
-        def body(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-            outs = evaluate(*shared, *carry, *x)
-            return outs[: len(carry)], outs[len(carry) :]
-
-        options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, start, xs, **options)
-        return [*carry, *ys]
-
-    def _while(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        of_cond, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
-        cond, body = map(self._as_function, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
-        return lax.while_loop(
-            lambda values: cond(*of_cond, *values)[0],
-            lambda values: body(*of_body, *values),
-            carry,
-        )
-
-    def _cond(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        return lax.switch(ins[0], list(map(self._as_function, eqn.params["branches"])), *ins[1:])
 
     def _as_function(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         """Returns a function that evaluates the code as separate devices would."""

@@ -18,8 +18,9 @@ from distjax import inner_traces, jax_compat, user_lines
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
+from distjax.jaxprs import CALLS
 from distjax.placement.topology import Topology
-from distjax.replica.analysis import CALLS, MERGE_NAME
+from distjax.replica.analysis import MERGE_NAME
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.merge import (

@@ -26,9 +26,8 @@ from distjax.data.iterator import DistributedIterator
 from distjax.data.options import InputOptions
 from distjax.diagnostics import check, explain, visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import REPLICA_AXIS
+from distjax.placement.topology import REPLICA_AXIS, Locality
 from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.replica_context import ReplicaContext

@@ -39,7 +39,7 @@ from distjax.diagnostics.explanation import (
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
 from distjax.jax_compat import Literal
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.program.ahead import CompiledProgram, LoweredProgram

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from distjax.placement.locality import is_host_memory
+from distjax.placement.topology import is_host_memory
 from distjax.typing import PyTree
 
 _HOOKS = "on_get_value"  # Flax's metadata key; its value is a function or a tuple of them

@@ -16,10 +16,9 @@ from distjax.cluster.job import job
 from distjax.cluster.writes import record_write
 from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
-from distjax.placement.host_values import without_alias
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import transfer, without_alias
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout

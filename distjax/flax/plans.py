@@ -32,8 +32,8 @@ from distjax.flax.graph_cache import FlatGraph, path_of
 from distjax.flax.layouts import layout_of, place_arrays
 from distjax.flax.object_types import is_variable
 from distjax.objects.claims import HeldClaims
-from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.topology import is_host_memory
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 

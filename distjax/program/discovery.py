@@ -24,7 +24,7 @@ from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.reached import Reached
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.row_flow import stand_in
+from distjax.placement.rows import stand_in
 from distjax.placement.transfer import transfer
 from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec

@@ -21,8 +21,8 @@ from distjax.cluster.phases import phase
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StatefulObjectFound
-from distjax.placement.host_values import is_narrowed, require_held
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
+from distjax.placement.transfer import is_narrowed, require_held
 from distjax.program import launch_watchers as launch_watchers  # registers itself
 from distjax.program.discovery import Discovered, discover
 from distjax.program.former_builds import FormerBuilds

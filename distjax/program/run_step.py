@@ -13,8 +13,8 @@ from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import is_placeholder
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
-from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_in_front
+from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, donated_numbers

@@ -13,7 +13,7 @@ from distjax.collectives.mapping import map_replicas
 from distjax.errors import LocalityError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.row_flow import note_one_value
+from distjax.placement.rows import note_one_value
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable

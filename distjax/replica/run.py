@@ -16,8 +16,8 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
-from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.body_errors import (
     add_captured_note,

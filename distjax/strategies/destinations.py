@@ -11,10 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from distjax import jax_compat
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import require_held, transfer
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout

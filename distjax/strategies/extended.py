@@ -19,7 +19,7 @@ from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.objects.stateful_args import run_here
-from distjax.placement.row_flow import holds_noted
+from distjax.placement.rows import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments

@@ -14,10 +14,9 @@ from distjax.integers import is_int
 from distjax.jax_compat import Tracer
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge, is_placeholder
-from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import is_elsewhere, transfer
+from distjax.placement.transfer import is_elsewhere, require_held, transfer
 from distjax.replica.axis_prefix import broadcast_axes
 from distjax.replica.partitioned_tree import Static, is_array_or_struct, is_one_leaf
 from distjax.replica.user_names import user_path

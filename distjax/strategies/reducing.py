@@ -28,11 +28,10 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.masks import require_mask
 from distjax.modes import ReduceOp
-from distjax.placement.bare_rows import require_not_split
-from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.placement.row_flow import note_one_value
+from distjax.placement.rows import note_one_value, require_not_split
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import require_held, require_no_mask, without_alias
 from distjax.replica.cross_facts import follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.merge import call_as_reduction

@@ -11,12 +11,10 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement.bare_rows import holds_rows, require_not_split
-from distjax.placement.host_values import require_held, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.placement.row_flow import replica_axis
+from distjax.placement.rows import holds_rows, replica_axis, require_not_split
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import copied, transfer
+from distjax.placement.transfer import copied, require_held, transfer, without_alias
 from distjax.replica.cross_facts import remember_own
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array

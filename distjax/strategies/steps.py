@@ -27,8 +27,8 @@ from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.objects.claims import HeldClaims
-from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
+from distjax.placement.transfer import require_held
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.call_checks import require_callable

@@ -26,8 +26,8 @@ from distjax.errors import (
     message,
 )
 from distjax.objects.claims import HeldClaims
-from distjax.placement.bare_rows import is_split_over_replicas, require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.rows import is_split_over_replicas, require_not_split
 from distjax.program.program import Program
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.partitioned_tree import PartitionedTree, is_array

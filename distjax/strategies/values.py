@@ -13,13 +13,17 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement import locality as kinds
-from distjax.placement.bare_rows import require_not_split
-from distjax.placement.host_values import require_held, require_no_mask, without_alias
-from distjax.placement.locality import Locality, is_host_memory
+from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.placement.topology import Topology
-from distjax.placement.transfer import local_rows, transfer_local_rows
+from distjax.placement.rows import require_not_split
+from distjax.placement.topology import Locality, Topology, is_host_memory
+from distjax.placement.transfer import (
+    local_rows,
+    require_held,
+    require_no_mask,
+    transfer_local_rows,
+    without_alias,
+)
 from distjax.replica.call_checks import require_callable
 from distjax.replica.cross_facts import remember_own
 from distjax.strategies.contracts import ExtendedContract

@@ -7,7 +7,7 @@ import math
 
 import jax
 
-from distjax.placement.locality import is_host_memory
+from distjax.placement.topology import is_host_memory
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.stored_variable import StoredVariable
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import user_mesh
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.variables.layouts.host_sharded import HostShardedLayout

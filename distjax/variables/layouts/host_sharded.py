@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.variables.layouts.local_form import WHOLE

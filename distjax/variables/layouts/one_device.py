@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.variables.layouts.local_form import WHOLE
 
 

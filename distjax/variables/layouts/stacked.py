@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding
 
 from distjax.collectives.constraint import constrain_to_replicas
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.variables.layouts.local_form import UnsplitForm
 from distjax.variables.layouts.mirrored import MirroredLayout

@@ -8,6 +8,7 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
+from distjax import lint as lint  # installs itself
 from distjax.cluster.joining import initialize
 from distjax.cluster.phases import phase
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions

@@ -35,6 +35,7 @@ FLOORS = {
     "program": 6,
     "data": 7,
     "strategies": 8,
+    "lint": 8,
     "flax": 9,
     "optim": 9,
     "metrics": 9,
@@ -93,6 +94,18 @@ def test_imports_go_down_only():
                 is_below = FLOORS[parts[1]] < FLOORS[package]
                 assert is_below, f"{path.relative_to(ROOT)} imports {module}, not from below"
     assert seen > 50
+
+
+#: The packages that name no layer above them.
+KERNEL = {"placement", "context", "collectives", "variables", "replica", "program", "strategies"}
+LAYERS = {"lint"}
+
+
+def test_the_kernel_names_no_layer():
+    for path in library_files():
+        if package_of(path) in KERNEL:
+            named = {module.split(".")[1] for module in imported_modules(path) if "." in module}
+            assert not named & LAYERS, f"{path.relative_to(ROOT)} imports {named & LAYERS}"
 
 
 def find_circle(edges):

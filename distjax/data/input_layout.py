@@ -14,7 +14,7 @@ from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer_each, transfer_local_rows
-from distjax.replica.cross_facts import remember_own
+from distjax.replica.hooks import hooks
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
@@ -105,7 +105,7 @@ class InputLayout:
         if topology is None:
             return arrays
         if topology.num_replicas == 1:
-            remember_own(arrays)
+            hooks().on_lone_value(arrays)
             return arrays
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
 

@@ -25,8 +25,8 @@ import jax
 
 from distjax import jax_compat, user_lines
 from distjax.context import frames
-from distjax.context.finding import Finding
 from distjax.context.observer import Proof, ProvesLocality
+from distjax.context.reporting import Finding
 from distjax.context.scoping import require_strategy
 from distjax.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax.diagnostics.explanation import (

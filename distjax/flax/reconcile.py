@@ -14,16 +14,16 @@ from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context.contracts import StrategyLike
-from distjax.context.finding import Finding
-from distjax.context.reporting import ALONE, STATE, STATE_WHY, report
+from distjax.context.reporting import STATE, Finding, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.flax import metric_rules, rules
 from distjax.flax.layouts import as_stored_output
 from distjax.flax.plans import BARE, Entry, Plan
 from distjax.flax.traced_objects import Outcome
+from distjax.lint.between_runs import is_own
+from distjax.lint.findings import ALONE, STATE_WHY
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.replica.cross_facts import is_own
 from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line

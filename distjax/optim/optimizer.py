@@ -14,13 +14,13 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 from distjax.integers import require_int
+from distjax.lint.between_runs import report_unfit_between_runs
 from distjax.modes import ReduceOp
 from distjax.optim import gradient_pairs
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
 from distjax.optim.variable_update import update_variables
 from distjax.program.jit import jit
-from distjax.replica.cross_facts import report_unfit_between_runs
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.variable import Variable

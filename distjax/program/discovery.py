@@ -30,8 +30,7 @@ from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
 from distjax.replica.body_errors import add_value_note
-from distjax.replica.cross_facts import recall, remember
-from distjax.replica.facts import Fact
+from distjax.replica.hooks import hooks
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.user_names import user_path
@@ -67,7 +66,7 @@ class Discovered:
         per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
-        facts: Sequence[Fact | None],
+        facts: Sequence[Any],
         takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
@@ -194,7 +193,7 @@ def discover(
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        remember(arrays, list(map(recall, given)))
+        hooks().on_stand_ins(arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
         with frames.with_frame(step.frame(state)) as entered:
@@ -202,7 +201,7 @@ def discover(
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         leaves = partitioned.take_leaves()
-        facts = list(map(recall, leaves))
+        facts = hooks().describe(leaves)
         results = [place_output(leaf, topology) for leaf in leaves]
         per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)

@@ -35,7 +35,7 @@ from distjax.program.launch import (
 )
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
-from distjax.replica.feedback import Feedback
+from distjax.replica.hooks import hooks
 from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
@@ -72,7 +72,7 @@ class Program:
         self._takes_wide_integers = False
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
-        self._feedback: Feedback | None = None
+        self._memory: dict[Any, Any] = {}
         self._is_plain = False  # there is a build, and nothing to do but to launch it
         self._has_no_objects = False
         self._meets_user_mesh = False
@@ -126,16 +126,13 @@ class Program:
         return self._run_first_calls(args, kwargs)
 
     def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that may pass objects; compares the second with the first's results."""
-        former, self._feedback = self._feedback, None
-        if former is not None:
-            former.compare(args, kwargs)
-        if self._num_calls:
+        """Runs a call that may pass objects; layers hear of the first two."""
+        if self._num_calls > 1:
             return self._with_objects(args, kwargs, self._run)
-        feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
+        names = self._step.name, self._step.argument_names
+        after_call = hooks().on_call(self._memory, self._step, names, args, kwargs)
         result = self._with_objects(args, kwargs, self._run)
-        feedback.remember(result, self._build.facts if self._build is not None else ())
-        self._feedback = feedback
+        after_call(result, self._build.facts if self._build is not None else ())
         return result
 
     def _with_objects(

@@ -10,9 +10,8 @@ import jax
 from distjax.collectives import ops
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.context.finding import Finding
 from distjax.context.frames import Frame, mixing_text, other_call_text
-from distjax.context.reporting import report
+from distjax.context.reporting import Finding, report
 from distjax.errors import (
     ContextError,
     MergeError,

@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distjax import user_lines
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.context.expectation import reason_in
-from distjax.context.finding import Finding
-from distjax.context.reporting import report
+from distjax.context.reporting import Finding, report
 from distjax.errors import LocalityWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology

@@ -32,8 +32,8 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.rows import note_one_value, require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import require_held, require_no_mask, without_alias
-from distjax.replica.cross_facts import follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
+from distjax.replica.hooks import hooks
 from distjax.replica.merge import call_as_reduction
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
@@ -113,7 +113,7 @@ def _call(
     told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
     call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
-    follow_between_runs(name, arrays, outs, topology)
+    hooks().on_reduced(name, arrays, outs, topology)
     return [note_one_value(out, topology.num_replicas) for out in outs]
 
 

@@ -15,7 +15,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.rows import holds_rows, replica_axis, require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, require_held, transfer, without_alias
-from distjax.replica.cross_facts import remember_own
+from distjax.replica.hooks import hooks
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
@@ -62,7 +62,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     topology = extended.topology
     if not extended.wraps:
         row = _place(without_alias(rows[0]), topology)
-        remember_own(row)
+        hooks().on_lone_value(row)
         return row
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)

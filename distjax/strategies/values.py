@@ -25,7 +25,7 @@ from distjax.placement.transfer import (
     without_alias,
 )
 from distjax.replica.call_checks import require_callable
-from distjax.replica.cross_facts import remember_own
+from distjax.replica.hooks import hooks
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
@@ -189,7 +189,7 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         value = fn(ValueContext())
-        remember_own(value)
+        hooks().on_lone_value(value)
         return value
     topology = extended.topology
     flat: list[tuple[list[Any], Any]] = []

@@ -128,7 +128,7 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
-      feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
+      memory: what layers above remember of the functions that run in this trace.
       holds_whole: whether values of split variables are whole in the replica view, too.
       expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
@@ -148,7 +148,7 @@ class TraceState:
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.expectations: dict[int, tuple[Any, str]] = {}
-        self.feedbacks: dict[int, tuple[Any, Any]] = {}
+        self.memory: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
         self._read_inside: set[Any] = set()  # read by functions whose traces JAX caches
         self._gathered: dict[Any, tuple[Any, Any]] = {}

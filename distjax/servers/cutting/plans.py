@@ -19,6 +19,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.jax_compat import Jaxpr, Literal
+from distjax.lint.examine import examine
 from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.outer_state import checking_outer_state
 from distjax.objects.reached import Reached
@@ -31,8 +32,8 @@ from distjax.program.function_cache import FunctionCache
 from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_call
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import Given, examine
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.hooks import Given
 from distjax.replica.partitioned_tree import PartitionedTree, is_array, mark_static
 from distjax.replica.replica_trace import ReplicaTrace, trace_replica
 from distjax.replica.static import mark_modules

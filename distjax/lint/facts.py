@@ -19,10 +19,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from distjax import user_lines
-from distjax.context.reporting import EQUAL_BATCH, LOCAL_VARIANCES, report
+from distjax.context.reporting import report
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.jaxprs import Flow
 from distjax.replica.analysis import MERGE_NAME
+
+#: The rule names of two findings that another part of a function may refute.
+LOCAL_VARIANCES = "local variances averaged"
+EQUAL_BATCH = "the same batch on every replica"
 
 
 class Site:
@@ -94,7 +98,7 @@ class Fact(NamedTuple):
     Attributes:
       differs: whether it may differ per replica.
       number: the number that all its elements equal, or None.
-      tags: what happened to it, by name; see `fact_rules`.
+      tags: what happened to it, by name; see `rules`.
     """
 
     differs: bool = False
@@ -151,7 +155,7 @@ class FactWalk(Flow[Fact]):
     """One walk over a replica function.
 
     Args:
-      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `fact_rules`.
+      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `rules`.
       axis_name: the name of the replica axis.
       num_replicas: R.
       leading: the leading dimension sizes of arguments that differ: of local batches.

@@ -45,11 +45,11 @@ class Lint(TraceHooks):
     ) -> AfterCall:
         """Compares the arguments of a second call with the results of the first."""
         _, feedback = memory.get(id(fn), (fn, None))
-        if feedback is None:
-            feedback = Feedback(*names, args, kwargs)
-            memory[id(fn)] = fn, feedback
-        else:
+        if feedback is not None:
             feedback.compare(args, kwargs)
+            return lambda result, known: feedback.remember(result)  # what is known is told once
+        feedback = Feedback(*names, args, kwargs)
+        memory[id(fn)] = fn, feedback
         return feedback.remember
 
     def on_traced(self, run: TracedRun) -> None:

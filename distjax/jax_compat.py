@@ -26,7 +26,7 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 T = TypeVar("T")
 
-#: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
+#: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/eager.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
 #: Before JAX 0.12, a program on several devices aborts the process if it donates a deleted array.
 REFUSES_TO_DONATE_DELETED: bool = JAX_VERSION >= (0, 12)

@@ -21,7 +21,7 @@ from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
 from distjax.errors import describe_value, message
 from distjax.placement.topology import Topology
-from distjax.replica.call_checks import require_callable
+from distjax.replica.arguments import require_callable
 from distjax.typing import DatasetLike
 
 

@@ -45,10 +45,17 @@ from distjax.placement.topology import Topology
 from distjax.program.ahead import CompiledProgram, LoweredProgram
 from distjax.program.jit import CompiledFunction, jit
 from distjax.program.run_step import compile_on_replicas
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_array_or_struct
-from distjax.replica.static import keep_marks, mark_modules
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    is_array_or_struct,
+    keep_marks,
+    mark_modules,
+    positional_names,
+    require_callable,
+    user_path,
+)
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number

@@ -28,7 +28,7 @@ from distjax.flax.saved_state import SavedState
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.contexts import ReplicaContext
 from distjax.typing import PyTree
 
 _JIT: Any = type(nnx.jit(lambda: None))

@@ -19,7 +19,7 @@ from distjax.flax import rules
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer, without_alias
-from distjax.replica.output_layout import AlreadyPlaced
+from distjax.replica.global_value import AlreadyPlaced
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
 from distjax.typing import DTypeLike, PyTree

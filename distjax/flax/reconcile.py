@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.packing import sum_over_replicas
+from distjax.collectives.reductions import CommunicationOptions, sum_over_replicas
 from distjax.context.contracts import StrategyLike
 from distjax.context.reporting import STATE, Finding, report
 from distjax.errors import LocalityError, LocalityWarning, message

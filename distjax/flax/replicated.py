@@ -14,7 +14,7 @@ from distjax.context.contracts import ExtendedLike
 from distjax.errors import ContextError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.transfer import transfer
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
 from distjax.strategies.rows import place_rows, require_rows
 from distjax.typing import PyTree
 

@@ -22,8 +22,8 @@ from distjax.flax.object_types import is_variable
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.flax.saved_state import SavedState, set_in_trace
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.partitioned_tree import is_array
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.arguments import is_array
+from distjax.replica.contexts import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.layouts.layout import Layout
 

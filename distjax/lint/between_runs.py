@@ -26,8 +26,7 @@ from distjax.lint.findings import ALONE, expected_state_fix, state_why
 from distjax.lint.rules import follow
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
-from distjax.replica.user_names import user_path
+from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line
 from distjax.variables.conversion import is_number

@@ -26,11 +26,10 @@ from distjax.lint.facts import EQUAL, EQUAL_BATCH, Fact, FactWalk
 from distjax.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
 from distjax.lint.rules import RULES
 from distjax.placement.topology import Topology
+from distjax.replica.arguments import PartitionedTree, function_name, is_object_state, user_path
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.hooks import Given
 from distjax.replica.merge import WeakMerge
-from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
-from distjax.replica.user_names import function_name, user_path
 from distjax.trees import nodes_of
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line

@@ -16,8 +16,7 @@ from jax.extend import core as jec
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.held_arrays import find_arrays, leak_text
-from distjax.replica.partitioned_tree import Static, is_static
-from distjax.replica.user_names import user_path
+from distjax.replica.arguments import Static, is_static, user_path
 from distjax.typing import PyTree
 
 

@@ -22,7 +22,7 @@ from distjax.objects.captures import names_of_globals
 from distjax.objects.following import has_variables
 from distjax.objects.held_arrays import find_arrays, leak_text
 from distjax.objects.stateful import active_bridge
-from distjax.replica.user_names import function_name
+from distjax.replica.arguments import function_name
 from distjax.variables.stored_variable import StoredVariable
 
 #: What a traced value may take the place of.

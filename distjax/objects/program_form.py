@@ -10,7 +10,7 @@ import jax
 
 from distjax.objects.captures import Place
 from distjax.objects.stateful import Placeholder
-from distjax.replica.partitioned_tree import is_one_leaf
+from distjax.replica.arguments import is_one_leaf
 from distjax.typing import PyTree
 
 

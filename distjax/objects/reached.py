@@ -47,7 +47,7 @@ from distjax.objects.references import (
     stored_attributes,
 )
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.partitioned_tree import Static
+from distjax.replica.arguments import Static
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 

@@ -18,8 +18,8 @@ import jax
 
 from distjax.context.contracts import StrategyLike
 from distjax.objects.claims import HeldClaims
-from distjax.replica.partitioned_tree import ObjectStateKey
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.arguments import ObjectStateKey
+from distjax.replica.contexts import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 

@@ -38,9 +38,9 @@ from distjax.objects.stateful import (
     is_placeholder,
 )
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.output_layout import AlreadyPlaced
-from distjax.replica.partitioned_tree import Static, is_one_leaf
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.arguments import Static, is_one_leaf
+from distjax.replica.contexts import ReplicaContext
+from distjax.replica.global_value import AlreadyPlaced
 from distjax.replica.run import run_in_trace
 from distjax.replica.run_options import AS_RUN, RunOptions
 from distjax.typing import PyTree

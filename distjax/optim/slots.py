@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from distjax.errors import message
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from distjax.optim.slots import OptimizerState
-from distjax.replica.output_layout import place_output
+from distjax.replica.global_value import place_output
 from distjax.typing import PyTree
 from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable

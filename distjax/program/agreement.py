@@ -12,7 +12,7 @@ from distjax.cluster.agreement import agree
 from distjax.cluster.facts import ComparedFact, describe_on_host, describe_program
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.launch import Build
-from distjax.replica.user_names import user_path
+from distjax.replica.arguments import user_path
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from distjax import inner_traces, jax_compat
-from distjax.collectives.joining import join_maps
+from distjax.collectives.mapping import join_maps
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.object_arguments import ObjectArguments
@@ -29,11 +29,10 @@ from distjax.placement.transfer import transfer
 from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
-from distjax.replica.body_errors import add_value_note
+from distjax.replica.arguments import PartitionedTree, is_array, user_path
+from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax.replica.hooks import hooks
-from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
-from distjax.replica.user_names import user_path
+from distjax.replica.trace import add_value_note
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
 from distjax.trees import nodes_of

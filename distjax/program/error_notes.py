@@ -6,7 +6,7 @@ import re
 
 from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
-from distjax.replica.body_errors import add_value_note
+from distjax.replica.trace import add_value_note
 
 
 def explain_devices(error: Exception, name: str) -> Exception:

@@ -31,10 +31,14 @@ from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import record_new_function
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import as_static
-from distjax.replica.static import is_module, unmark
-from distjax.replica.user_names import function_name, positional_names
+from distjax.replica.arguments import (
+    as_static,
+    function_name,
+    is_module,
+    positional_names,
+    require_callable,
+    unmark,
+)
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_mesh import NO_MESH

@@ -13,7 +13,7 @@ from distjax import jax_compat
 from distjax.cluster.job import job
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import lone_programs
-from distjax.collectives.throttle import awaiting, count_launch, is_throttled, record_completion
+from distjax.collectives.eager import awaiting, count_launch, is_throttled, record_completion
 from distjax.program.agreement import agree_on_program
 from distjax.program.discovery import signature_of
 from distjax.program.host_arguments import LeafPath, checksum, find_host_leaves

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.placement.per_replica import AuxData, with_aux
-from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.replica.arguments import PartitionedTree
 from distjax.trees import nodes_of
 from distjax.typing import PyTree
 

@@ -35,9 +35,8 @@ from distjax.program.launch import (
 )
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
+from distjax.replica.arguments import is_array, is_array_or_struct, mark_modules, mark_static
 from distjax.replica.hooks import hooks
-from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
-from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.storage import copy_handles, require_undeleted

@@ -17,8 +17,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.function_cache import FunctionCache
-from distjax.replica.partitioned_tree import Static, is_one_leaf
-from distjax.replica.user_names import function_name, user_path
+from distjax.replica.arguments import Static, function_name, is_one_leaf, user_path
 from distjax.typing import PyTree
 
 #: The number of compilations of one function at which to warn first.

@@ -20,8 +20,7 @@ from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, donated_numbers
 from distjax.program.program import Program, Require
 from distjax.program.retraces import record_new_function
-from distjax.replica.call_checks import require_callable
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.arguments import function_name, positional_names, require_callable, user_path
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 

@@ -186,6 +186,13 @@ def names_axis(eqn: JaxprEqn, axis_name: str) -> bool:
     return any(axis_name in (x if isinstance(x, (tuple, list)) else (x,)) for x in given)
 
 
+def holds_merge(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a merge or contains one, at any depth."""
+    if eqn.primitive.name == MERGE_NAME:
+        return True
+    return any(holds_merge(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
+
+
 def is_declared_equal(eqn: JaxprEqn) -> bool:
     """Returns whether `dj.expect` declares that a callback depends on its operands alone."""
     return eqn.primitive.name == "pure_callback" and _is_in_block(eqn)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distjax.placement.topology import Topology
+from distjax.replica.arguments import PartitionedTree, user_path
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.partitioned_tree import PartitionedTree
-from distjax.replica.replica_trace import ReplicaTrace
-from distjax.replica.user_names import user_path
+from distjax.replica.trace import ReplicaTrace
 from distjax.typing import PyTree
 
 

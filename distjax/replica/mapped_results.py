@@ -15,17 +15,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax import user_lines
-from distjax.collectives.constraint import constrain_to_replicas
+from distjax.collectives.mapping import constrain_to_replicas
 from distjax.context.expectation import reason_in
 from distjax.context.reporting import Finding, report
 from distjax.errors import LocalityWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
+from distjax.replica.arguments import PartitionedTree
 from distjax.replica.axis_prefix import broadcast_axes
-from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
-from distjax.replica.output_layout import AlreadyPlaced
-from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.replica.global_value import AlreadyPlaced, GlobalValue, as_user_value, stack_replicas
 from distjax.replica.run_options import AsValues, RunOptions
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number

@@ -29,6 +29,7 @@ from distjax.jax_compat import JaxprEqn, ShapedArray, Zero
 from distjax.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.arguments import PartitionedTree, function_name, is_array
 from distjax.replica.global_value import (
     GlobalValue,
     as_user_value,
@@ -40,8 +41,6 @@ from distjax.replica.global_value import (
     stack_replicas,
     to_variable,
 )
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
-from distjax.replica.user_names import function_name
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import MergeState, ShapeState, TraceState

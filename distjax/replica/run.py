@@ -17,12 +17,14 @@ from distjax.context.expectation import without_expectations
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology, renamed_topology
-from distjax.replica.body_errors import (
-    add_captured_note,
-    add_keys_note,
-    add_value_note,
-    require_no_other_mesh,
-    require_own_axis,
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    is_object_state,
+    mark_modules,
+    positional_names,
+    user_path,
 )
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import (
@@ -34,11 +36,17 @@ from distjax.replica.global_value import (
 )
 from distjax.replica.hooks import Given, TracedRun, hooks
 from distjax.replica.mapped_results import DataFlow, stack_results
-from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_object_state
-from distjax.replica.replica_trace import ReplicaTrace, keep_created, trace_replica
 from distjax.replica.run_options import AS_RUN, AS_VALUES, RunOptions
-from distjax.replica.static import mark_modules
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.trace import (
+    ReplicaTrace,
+    add_captured_note,
+    add_keys_note,
+    add_value_note,
+    keep_created,
+    require_no_other_mesh,
+    require_own_axis,
+    trace_replica,
+)
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState, find_variables
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import jax
 
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.reductions import CommunicationOptions
 from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data.options import InputOptions

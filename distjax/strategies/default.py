@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
+from distjax.collectives.reductions import DEFAULT_OPTIONS
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.context.expectation import without_expectations
@@ -24,9 +24,8 @@ from distjax.data.options import ERROR, InputOptions, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
 from distjax.program.function_cache import FunctionCache
-from distjax.replica.call_checks import require_call, require_callable
-from distjax.replica.default_context import DefaultReplicaContext
-from distjax.replica.static import unmark
+from distjax.replica.arguments import require_call, require_callable, unmark
+from distjax.replica.contexts import DefaultReplicaContext
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.reducing import require_pairs

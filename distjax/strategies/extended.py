@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat, user_mesh
-from distjax.collectives.communication import CommunicationOptions, as_communication_options
+from distjax.collectives.reductions import CommunicationOptions, as_communication_options
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
@@ -23,7 +23,7 @@ from distjax.placement.rows import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, job_devices, reducing, update, values
 from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps

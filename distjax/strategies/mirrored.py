@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.reductions import CommunicationOptions
 from distjax.placement.topology import REPLICA_AXIS, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.job_devices import local_devices_or

@@ -27,10 +27,15 @@ from distjax.program.error_notes import add_cause_note
 from distjax.program.jit import as_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import record_new_function
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import FIX_OF_UNHASHABLE, as_static, is_array
+from distjax.replica.arguments import (
+    FIX_OF_UNHASHABLE,
+    as_static,
+    function_name,
+    is_array,
+    positional_names,
+    require_callable,
+)
 from distjax.replica.run_options import AS_VALUES, RunOptions
-from distjax.replica.user_names import function_name, positional_names
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.pmap_arguments import MappedArguments, as_axes

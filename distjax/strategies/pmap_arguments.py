@@ -17,9 +17,8 @@ from distjax.objects.stateful import active_bridge, is_placeholder
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, require_held, transfer
+from distjax.replica.arguments import Static, is_array_or_struct, is_one_leaf, user_path
 from distjax.replica.axis_prefix import broadcast_axes
-from distjax.replica.partitioned_tree import Static, is_array_or_struct, is_one_leaf
-from distjax.replica.user_names import user_path
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
 

@@ -17,11 +17,15 @@ from jax.sharding import Sharding
 
 from distjax import jax_compat, user_mesh
 from distjax.cluster.writes import record_write
-from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
-from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
-from distjax.collectives.ops import as_reduce_op, require_gather_axis, require_sums
-from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
+from distjax.collectives.ops import as_reduce_op, require_dense, require_gather_axis, require_sums
+from distjax.collectives.reductions import (
+    DEFAULT_OPTIONS,
+    CommunicationOptions,
+    gather_arrays,
+    reduce_arrays,
+    reduce_masked,
+)
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
@@ -32,12 +36,10 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.rows import note_one_value, require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import require_held, require_no_mask, without_alias
-from distjax.replica.global_value import GlobalValue, replica_aval
+from distjax.replica.arguments import is_array, mark_modules, unmark
+from distjax.replica.global_value import GlobalValue, place_output, replica_aval
 from distjax.replica.hooks import hooks
 from distjax.replica.merge import call_as_reduction
-from distjax.replica.output_layout import place_output
-from distjax.replica.partitioned_tree import is_array
-from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device

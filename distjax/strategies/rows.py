@@ -15,9 +15,9 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.rows import holds_rows, replica_axis, require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, require_held, transfer, without_alias
+from distjax.replica.arguments import is_array
+from distjax.replica.global_value import place_output
 from distjax.replica.hooks import hooks
-from distjax.replica.output_layout import place_output
-from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
 from distjax.variables.access import read_components
 from distjax.variables.variable import Variable

@@ -31,9 +31,7 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.placement.transfer import require_held
 from distjax.program.program import Program
 from distjax.replica import lax
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import Static, is_array
-from distjax.replica.user_names import function_name
+from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced

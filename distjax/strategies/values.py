@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.dense import is_sparse
+from distjax.collectives.ops import is_sparse
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
@@ -24,7 +24,7 @@ from distjax.placement.transfer import (
     transfer_local_rows,
     without_alias,
 )
-from distjax.replica.call_checks import require_callable
+from distjax.replica.arguments import require_callable
 from distjax.replica.hooks import hooks
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree

@@ -30,14 +30,20 @@ from distjax.placement.transfer import transfer
 from distjax.program.discovery import signature_of
 from distjax.program.function_cache import FunctionCache
 from distjax.program.retraces import record_new_function
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    mark_modules,
+    mark_static,
+    positional_names,
+    require_call,
+    user_path,
+)
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.hooks import Given
-from distjax.replica.partitioned_tree import PartitionedTree, is_array, mark_static
-from distjax.replica.replica_trace import ReplicaTrace, trace_replica
-from distjax.replica.static import mark_modules
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.trace import ReplicaTrace, trace_replica
 from distjax.servers.cutting.code import (
     NOTHING_RUN,
     Code,

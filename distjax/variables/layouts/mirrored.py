@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from distjax.collectives.constraint import constrain_to_replicas
+from distjax.collectives.mapping import constrain_to_replicas
 from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.variables.layouts.local_form import WHOLE

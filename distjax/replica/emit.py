@@ -306,7 +306,7 @@ def _emit_cond(
 
     for jaxpr, consts in branches:
         outs = _shapes_only(lambda j=jaxpr, c=consts: emitter.emit(j, c, operands))
-        flags = _join(flags, [o.varying for o in outs])
+        flags = _join_flags(flags, [o.varying for o in outs])
     arrays = lax.switch(index.array, [branch(j, c) for j, c in branches])
     return _as_global_values(arrays, flags)
 
@@ -333,7 +333,7 @@ def _fixpoint(
         flags = [c.varying for c in carry]
         avals = [jax_compat.aval_of(c.array) for c in carry]
         outs = _shapes_only(_with_localities(step, flags), [*avals, *slices])
-        joined = _join(flags, [o.varying for o in outs[: len(carry)]])
+        joined = _join_flags(flags, [o.varying for o in outs[: len(carry)]])
         if joined == flags:
             return carry, flags, [o.varying for o in outs[len(carry) :]]
         carry = [
@@ -363,7 +363,7 @@ def _shapes_only(
     return found
 
 
-def _join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+def _join_flags(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 

@@ -434,8 +434,9 @@ class OneDevice:
         if name == "remat2":
             options = {key: params[key] for key in ("prevent_cse", "policy")}
             return jax.checkpoint(self._as_function(params["jaxpr"]), **options)(*ins)
-        if name in ("scan", "while", "cond"):
-            return evaluate_inside(eqn, ins, self.evaluate)
+        inside = evaluate_inside(eqn, ins, self.evaluate)
+        if inside is not None:
+            return inside
         if name in ("custom_jvp_call", "custom_vjp_call"):
             evaluate = jax.custom_jvp(self._as_function(params["call_jaxpr"]))
             evaluate.defjvp(_refuse_derivative)

@@ -371,7 +371,7 @@ class UserMerge:
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the function in the global view, with proved localities."""
         num_args = len(self.args.leaves)
-        args = [as_user_value(v, topology) for v in values[:num_args]]
+        args = [as_user_value(v, self.topology) for v in values[:num_args]]
         creation = CreationLog(made=self.created, makes_at_once=True)
         state = MergeState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):

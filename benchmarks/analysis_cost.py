@@ -21,10 +21,9 @@ from benchmarks import models, ours
 from benchmarks.handwritten import replicate
 from benchmarks.report import Benchmark
 from distjax.errors import RecompilationWarning
+from distjax.lint.layer import Lint
 from distjax.program import program
-from distjax.replica import run as replica_run
 from distjax.replica.analysis import Analysis
-from distjax.replica.feedback import Feedback
 
 BAR = 0.10
 _CALLS = 20
@@ -56,10 +55,8 @@ class Clock:
 #: Everything that a trace does for proofs and findings, as pairs of an owner and a name.
 ANALYSIS = (
     (Analysis, "run"),
-    (replica_run, "_tell_findings"),
-    (Feedback, "__init__"),
-    (Feedback, "remember"),
-    (Feedback, "compare"),
+    (Lint, "on_traced"),
+    (Lint, "on_call"),
 )
 
 

@@ -9,9 +9,10 @@ from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
 from distjax import hooks as _hooks
+from distjax import lint as lint  # installs itself
 from distjax.cluster.joining import initialize
 from distjax.cluster.phases import phase
-from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
+from distjax.collectives.reductions import CommunicationImplementation, CommunicationOptions
 from distjax.context.expectation import expect
 from distjax.context.scoping import (
     get_replica_context,
@@ -25,13 +26,12 @@ from distjax.data.iterator import DistributedIterator
 from distjax.data.options import Batch, InputContext, InputOptions
 from distjax.diagnostics import check, explain, visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import REPLICA_AXIS
+from distjax.placement.topology import REPLICA_AXIS, Locality
 from distjax.program.jit import jit
 from distjax.replica import lax
-from distjax.replica.replica_context import ReplicaContext
-from distjax.replica.static import static
+from distjax.replica.arguments import static
+from distjax.replica.contexts import ReplicaContext
 from distjax.servers.calls import RemoteValue
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues

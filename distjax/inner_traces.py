@@ -14,7 +14,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
@@ -45,11 +44,6 @@ def trace_jaxpr(
     finally:
         own.end()
     return jax_compat.open_jaxpr(closed)
-
-
-def without_user_axes() -> AbstractContextManager[None]:
-    """Returns a context in which no axis has a name but those of active traces."""
-    return jax_compat.without_axes(lambda name: name.startswith(_PREFIX))
 
 
 class _TraceName:

@@ -7,9 +7,8 @@ It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 T = TypeVar("T")
 
-#: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
+#: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/eager.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
 #: Before JAX 0.12, a program on several devices aborts the process if it donates a deleted array.
 REFUSES_TO_DONATE_DELETED: bool = JAX_VERSION >= (0, 12)
@@ -105,26 +104,6 @@ def resize_axis(name: str, size: int) -> None:
     _core.extend_axis_env_nd([(name, size)]).__enter__()  # `make_jaxpr` restores what was bound
 
 
-@contextlib.contextmanager
-def without_axes(keep: Callable[[str], bool]) -> Generator[None]:
-    """Returns a context in which no axis has a name but those that `keep` returns True for."""
-    context: Any = _core.trace_ctx
-    before = inside = context.axis_env
-    for name in before.axis_names():
-        inside = inside if keep(str(name)) else inside.pop_pure(name)
-    context.set_axis_env(inside)
-    try:
-        yield
-    finally:
-        context.set_axis_env(before)
-
-
-def is_of_trace(value: ArrayLike, trace: core.Trace) -> bool:
-    """Returns whether a value is a tracer of this trace, not one of a trace around it."""
-    tracer: Any = value
-    return isinstance(value, Tracer) and tracer._trace is trace  # JAX has no public way to ask
-
-
 def aval_of(value: ArrayLike) -> ShapedArray:
     """Returns the shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)
@@ -187,13 +166,6 @@ def called_jaxpr(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[Any]]:
     """Returns (jaxpr, consts) of an equation that calls one jaxpr on its operands."""
     keys = (key for key in ("jaxpr", "call_jaxpr", "call") if key in eqn.params)
     return open_jaxpr(eqn.params[next(keys)])
-
-
-def as_inlined(call: jec.JaxprEqn) -> jec.JaxprEqn:
-    """Returns a `jit` equation that is replaced by what it calls where it is traced."""
-    inline: Any = call.params["inline"]  # JAX 0.12 has an enumeration
-    early = True if isinstance(inline, bool) else type(inline).JAX_EARLY
-    return call.replace(params={**call.params, "inline": early})
 
 
 def equation_of(value: ArrayLike) -> Any:

@@ -29,7 +29,7 @@ from distjax.hooks import Watcher
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.discovery import completion_of, signature_of
 from distjax.program.launch import Build
-from distjax.replica.user_names import user_path
+from distjax.replica.arguments import user_path
 from distjax.typing import PyTree
 from distjax.variables.agreement import agree_on_creation
 from distjax.variables.variable import Variable

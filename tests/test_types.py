@@ -14,7 +14,7 @@ ANY_ARGUMENTS = {
     "diagnostics/collectives.py _operations(op)": "MLIR, which has no public types",
     "objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
     "objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
-    "replica/replica_trace.py _name_after(traced)": "a function that is given attributes of JAX's",
+    "replica/trace.py _name_after(traced)": "a function that is given attributes of JAX's",
     "servers/strategy.py create_variable(options)": "those of `make_variable`, handed on",
     "strategies/extended.py create_variable(options)": "those of `make_variable`, handed on",
 }

@@ -17,10 +17,9 @@ from jax.sharding import Sharding
 from distjax import jax_compat
 from distjax.checkpoint.matching import NUMBER_TYPES, Spec, array_spec, dtype_name
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
-from distjax.placement.host_values import require_no_mask
-from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.transfer import transfer
+from distjax.placement.topology import is_host_memory
+from distjax.placement.transfer import require_no_mask, transfer
 from distjax.typing import PyTree
 from distjax.variables.conversion import cast
 from distjax.variables.policy import Combine

@@ -18,8 +18,7 @@ from distjax.data.dataset import DistributedDataset
 from distjax.errors import CheckpointError, ContextError, message
 from distjax.objects.walk import attributes_of
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.partitioned_tree import is_array_or_struct
-from distjax.replica.static import is_module
+from distjax.replica.arguments import is_array_or_struct, is_module
 from distjax.strategies.default import DefaultExtended
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 from distjax.modes import ReduceOp
-from distjax.typing import ArrayLike, DTypeLike, ReduceOpLike
+from distjax.typing import ArrayLike, DTypeLike, PyTree, ReduceOpLike
 
 
 def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
@@ -135,3 +136,27 @@ def all_gather(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     if x.shape[axis] == 0 and not jax_compat.is_key_dtype(x.dtype):
         return jnp.zeros_like(x)  # nothing to gather, and JAX cannot lower it (0.10 to 0.12)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def is_sparse(value: object) -> bool:
+    """Returns whether `value` is a JAX sparse array; imports nothing."""
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(value, sparse.JAXSparse)
+
+
+def require_dense(tree: PyTree, method: str) -> None:
+    """Raises a NotImplementedError if a leaf of `tree` is a sparse array.
+
+    JAX treats it as a pytree of data and indices; reducing those separately would be
+    meaningless.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            raise NotImplementedError(
+                message(
+                    f"{method} needs dense arrays, not sparse ones",
+                    got=describe_value(leaf),
+                    why="the replicas' sparse arrays have indices of their own",
+                    fix="x.todense() in the replica function, before it is returned or reduced",
+                )
+            )

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distjax import jax_compat
-from distjax.context.finding import Finding
 from distjax.placement.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something about a step that is probably wrong.
+
+    Attributes:
+      level: "error", "warning" or "note".
+      rule: the kind of mistake, in a few words.
+      text: what was expected and found, why it matters, and the fix.
+      source: the user's line, "file:line (function)".
+      expected: the reason given through `dj.expect`, or None.
+    """
+
+    level: str
+    rule: str
+    text: str
+    source: str
+    expected: str | None = None
+
 
 #: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]

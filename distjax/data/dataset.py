@@ -17,7 +17,7 @@ from distjax.data.reader import Epochs, Reader
 from distjax.data.splitting import GlobalBatches, ReplicaElements, Splitter
 from distjax.errors import describe_value, message
 from distjax.placement.topology import Topology
-from distjax.replica.call_checks import require_callable
+from distjax.replica.arguments import require_callable
 from distjax.typing import DatasetLike
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from distjax import jax_compat
 from distjax.data.options import Batch
 from distjax.errors import BatchError, describe_value, message
-from distjax.placement.host_values import HELD_FIX, require_no_mask, wraps_around
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.transfer import HELD_FIX, require_no_mask, wraps_around
 from distjax.typing import PyTree
 
 _WHOLE_BYTES, _SAMPLE = 2**15, 2**12  # how much of an array a checksum covers

@@ -25,8 +25,7 @@ import jax
 
 from distjax import jax_compat, user_lines
 from distjax.context import frames
-from distjax.context.finding import Finding
-from distjax.context.observer import Proof, ProvesLocality
+from distjax.context.observer import Finding, Proof, ProvesLocality
 from distjax.context.scoping import require_strategy
 from distjax.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax.diagnostics.explanation import (
@@ -39,7 +38,7 @@ from distjax.diagnostics.explanation import (
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
 from distjax.jax_compat import Literal
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.program.jit import (
@@ -49,10 +48,17 @@ from distjax.program.jit import (
     compile_on_replicas,
     jit,
 )
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_array_or_struct
-from distjax.replica.static import keep_marks, mark_modules
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    is_array_or_struct,
+    keep_marks,
+    mark_modules,
+    positional_names,
+    require_callable,
+    user_path,
+)
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from distjax.context.finding import Finding
+from distjax.context.reporting import Finding
 from distjax.diagnostics.collectives import (
     Collective,
     CollectiveCount,

@@ -40,7 +40,7 @@ from distjax.flax.plans import (
 )
 from distjax.flax.traced_objects import Outcome, SavedState, TracedNNXObjects, combine_writes
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.contexts import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.description import VariableDescription, describe_stored
 from distjax.variables.layouts import Layout, StackedLayout

@@ -31,7 +31,7 @@ from distjax.flax.graphs import (
 from distjax.flax.plans import layout_of, place_array, place_objects, raw_value
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.transfer import transfer
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
 from distjax.strategies.values import place_rows, require_rows
 from distjax.typing import PyTree
 from distjax.variables.layouts import Layout

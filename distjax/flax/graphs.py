@@ -18,8 +18,8 @@ from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, TraceLeakError, describe_value, message
 from distjax.jax_compat import Tracer
 from distjax.objects.walk import MAX_DEPTH
-from distjax.placement.locality import is_host_memory
-from distjax.replica import user_merge
+from distjax.placement.topology import is_host_memory
+from distjax.replica import merge
 from distjax.strategies.strategy import are_equal
 from distjax.typing import PyTree
 
@@ -527,7 +527,7 @@ def explain_here(error: Exception) -> TraceLeakError | None:
     if node is None:
         return None
     modules = {frame.f_globals.get("__name__") for frame in _frames(error)}
-    return (_in_merge if user_merge.__name__ in modules else _in_inner_trace)(node)
+    return (_in_merge if merge.__name__ in modules else _in_inner_trace)(node)
 
 
 def _refused(error: Exception) -> list[PyTree]:

@@ -39,12 +39,10 @@ from distjax.flax.graphs import (
 )
 from distjax.flax.rules import combine_of, metrics_as_key, metrics_in
 from distjax.objects.stateful_args import one_at_a_time
-from distjax.placement.host_values import without_alias
-from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
-from distjax.replica.output_layout import AlreadyPlaced
+from distjax.placement.topology import Topology, is_host_memory
+from distjax.placement.transfer import transfer, without_alias
+from distjax.replica.global_value import AlreadyPlaced
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import reduction_layout
 from distjax.typing import DTypeLike, PyTree

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.packing import sum_over_replicas
+from distjax.collectives.reductions import CommunicationOptions, sum_over_replicas
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.context.finding import Finding
-from distjax.context.reporting import ALONE, STATE, STATE_WHY, report
+from distjax.context.observer import Finding
+from distjax.context.reporting import STATE, report
 from distjax.errors import LocalityError, LocalityWarning, UnsupportedError, message
 from distjax.flax import rules
 from distjax.flax.graphs import (
@@ -37,12 +36,13 @@ from distjax.flax.graphs import (
 )
 from distjax.flax.plans import BARE, Entry, Plan, as_stored_output, make_entry, raw_value, values_of
 from distjax.flax.rules import SUM, metrics_in, refuse, require_whole
+from distjax.lint.between_runs import is_own
+from distjax.lint.findings import ALONE, STATE_WHY
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
-from distjax.replica.cross_facts import is_own
+from distjax.replica.arguments import is_array
+from distjax.replica.contexts import ReplicaContext
 from distjax.replica.global_value import from_user_value, stack_replicas
-from distjax.replica.partitioned_tree import is_array
-from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
 from distjax.user_lines import calling_line
 from distjax.variables.layouts import Layout

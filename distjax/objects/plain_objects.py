@@ -18,8 +18,7 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.reached import has_variables
 from distjax.objects.stateful import active_bridge
 from distjax.objects.walk import find_arrays, leak_text, names_of_globals
-from distjax.replica.partitioned_tree import Static, is_static
-from distjax.replica.user_names import function_name, user_path
+from distjax.replica.arguments import Static, function_name, is_static, user_path
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 

@@ -20,8 +20,8 @@ import jax
 from distjax import hooks
 from distjax.context.contracts import StrategyLike
 from distjax.objects.walk import Place
-from distjax.replica.partitioned_tree import ObjectStateKey, is_one_leaf
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.arguments import ObjectStateKey, is_one_leaf
+from distjax.replica.contexts import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.description import VariableDescription
 

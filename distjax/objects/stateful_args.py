@@ -34,9 +34,9 @@ from distjax.objects.stateful import (
 )
 from distjax.objects.walk import Place, find_captures
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.output_layout import AlreadyPlaced
-from distjax.replica.partitioned_tree import Static, is_one_leaf
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.arguments import Static, is_one_leaf
+from distjax.replica.contexts import ReplicaContext
+from distjax.replica.global_value import AlreadyPlaced
 from distjax.replica.run import run_in_trace
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState

@@ -27,7 +27,7 @@ import jax
 
 from distjax.errors import message
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.partitioned_tree import Static
+from distjax.replica.arguments import Static
 from distjax.typing import PyTree
 
 #: Packages whose functions and objects are not searched, since they hold no objects of the user.

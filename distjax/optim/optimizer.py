@@ -15,12 +15,12 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 from distjax.integers import require_int
+from distjax.lint.between_runs import report_unfit_between_runs
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.optim import gradient_pairs
 from distjax.optim.slots import OptimizerState, make_state, update_variables
 from distjax.program.jit import jit
 from distjax.replica import lax
-from distjax.replica.cross_facts import report_unfit_between_runs
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import reduction_layout
 from distjax.strategies.strategy import Strategy

@@ -16,8 +16,8 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from distjax.errors import message
-from distjax.replica.output_layout import place_output
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
+from distjax.replica.global_value import place_output
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number, rounded

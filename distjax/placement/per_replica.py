@@ -13,8 +13,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement.axis_rules import MIXED
-from distjax.placement.row_flow import axis_of_layout, is_in_front, note_rows, replica_axis
+from distjax.placement.rows import MIXED, axis_of_layout, is_in_front, note_rows, replica_axis
 from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax.tables import Table, as_html

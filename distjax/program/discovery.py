@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from distjax import hooks, inner_traces, jax_compat
-from distjax.collectives.joining import join_maps
+from distjax.collectives.mapping import join_maps
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -26,14 +26,12 @@ from distjax.objects.plain_objects import ObjectArguments
 from distjax.objects.reached import Reached
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import AuxData, PerReplica, with_aux
-from distjax.placement.row_flow import stand_in
+from distjax.placement.rows import stand_in
 from distjax.placement.transfer import transfer
-from distjax.replica.body_errors import add_value_note
-from distjax.replica.cross_facts import recall, remember
-from distjax.replica.facts import Fact
-from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
-from distjax.replica.user_names import user_path
+from distjax.replica.arguments import PartitionedTree, is_array, user_path
+from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
+from distjax.replica.hooks import trace_hooks
+from distjax.replica.trace import add_value_note
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
 from distjax.trees import nodes_of
@@ -345,7 +343,7 @@ class Discovered:
         per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
-        facts: Sequence[Fact | None],
+        facts: Sequence[Any],
         takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
@@ -467,7 +465,7 @@ def discover(
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        remember(arrays, list(map(recall, given)))
+        trace_hooks().on_stand_ins(arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
         with frames.with_frame(step.frame(state)) as entered:
@@ -475,7 +473,7 @@ def discover(
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         leaves = partitioned.take_leaves()
-        facts = list(map(recall, leaves))
+        facts = trace_hooks().describe(leaves)
         results = [place_output(leaf, topology) for leaf in leaves]
         per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)

@@ -19,8 +19,7 @@ from distjax import jax_compat, user_lines
 from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.partitioned_tree import Static, is_one_leaf
-from distjax.replica.user_names import function_name, user_path
+from distjax.replica.arguments import Static, function_name, is_one_leaf, user_path
 from distjax.typing import PyTree
 
 # -- function cache -----------------------------------------------------------

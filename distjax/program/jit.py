@@ -27,22 +27,27 @@ from distjax.errors import LocalityError, message
 from distjax.integers import is_int
 from distjax.objects.stateful import ObjectKeywords, active_bridge, is_placeholder
 from distjax.objects.stateful_args import emit_call, emit_run
-from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import (
     PerReplica,
     is_per_replica,
     off_their_devices,
     require_in_front,
 )
+from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.functions import record_new_function
 from distjax.program.program import Program, Require
-from distjax.replica.body_errors import add_value_note
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import as_static
-from distjax.replica.static import is_module, unmark
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.arguments import (
+    as_static,
+    function_name,
+    is_module,
+    positional_names,
+    require_callable,
+    unmark,
+    user_path,
+)
+from distjax.replica.trace import add_value_note
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_mesh import NO_MESH

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from distjax import hooks, jax_compat
-from distjax.collectives.throttle import awaiting, count_launch, is_throttled, record_completion
+from distjax.collectives.eager import awaiting, count_launch, is_throttled, record_completion
 from distjax.errors import TraceLeakError, message
 from distjax.interrupts import interrupts
 from distjax.jax_compat import EVAL_TRACE, trace_state

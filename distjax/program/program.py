@@ -20,8 +20,8 @@ import jax
 from distjax import hooks, jax_compat, user_mesh
 from distjax.errors import ContextError, message
 from distjax.objects.stateful_args import extract_objects, one_at_a_time
-from distjax.placement.host_values import is_narrowed, require_held
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
+from distjax.placement.transfer import is_narrowed, require_held
 from distjax.program.discovery import Discovered, Step, discover
 from distjax.program.functions import RetraceWatch
 from distjax.program.launch import (
@@ -31,9 +31,8 @@ from distjax.program.launch import (
     UnknownVariables,
     require_outside_traces,
 )
-from distjax.replica.feedback import Feedback
-from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
-from distjax.replica.static import mark_modules
+from distjax.replica.arguments import is_array, is_array_or_struct, mark_modules, mark_static
+from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
 from distjax.variables.state import CreationLog, require_no_trace
 from distjax.variables.storage import copy_handles, require_undeleted
@@ -123,7 +122,7 @@ class Program:
         self._prepares = bool(step.donate_argnums)  # see `_prepare`
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
-        self._feedback: Feedback | None = None
+        self._memory: dict[Any, Any] = {}
         self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
@@ -166,15 +165,12 @@ class Program:
                 return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs, None)
             finally:
                 self._ready = None  # the next call may be under that mesh, too
-        former, self._feedback = self._feedback, None
-        if former is not None:
-            former.compare(args, kwargs)
-        if self._num_calls:
+        if self._num_calls > 1:
             return self._with_objects(args, kwargs, self._run)
-        feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
+        names = self._step.name, self._step.argument_names
+        after_call = trace_hooks().on_call(self._memory, self._step, names, args, kwargs)
         result = self._with_objects(args, kwargs, self._run)
-        feedback.remember(result, self._build.facts if self._build is not None else ())
-        self._feedback = feedback
+        after_call(result, self._build.facts if self._build is not None else ())
         return result
 
     def _with_objects(

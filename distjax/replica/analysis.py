@@ -1,6 +1,6 @@
 """Locality analysis: which values of a replica function are equal everywhere.
 
-A forward dataflow analysis over jaxprs. A value *differs* (T) if it may be different on two
+A value *differs* (T) if it may be different on two
 replicas; otherwise it is proved equal (M). The analysis may report T for a value that is
 equal, but must never report M for one that may differ.
 """
@@ -15,14 +15,11 @@ from typing import Any
 from distjax import jax_compat, user_lines
 from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
-from distjax.jax_compat import Literal, sub_jaxprs
+from distjax.jax_compat import JaxprEqn, sub_jaxprs
+from distjax.jaxprs import Flow
 
 #: Collectives whose result is equal on all replicas when run over the whole axis.
 EQUALIZING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
-#: Primitives that run one inner jaxpr on their operands.
-CALLS = frozenset(
-    "jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call composite compute_on".split()
-)
 #: Primitives with a predicate, and their names for users.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
 #: Primitives that return each operand unchanged.
@@ -55,93 +52,71 @@ def blind() -> Generator[None]:
         _blind.reset(token)
 
 
-class Analysis:
-    """The rules, for one replica axis name."""
+class Analysis(Flow[bool]):
+    """The rules, for one replica axis name: whether a value differs.
+
+    A walk raises a DivergenceError for a collective under a predicate that differs.
+    """
 
     def __init__(self, axis_name: str):
+        super().__init__()
         self.axis_name = axis_name
-        self._remembered: dict[Any, tuple[jax_compat.Jaxpr, list[bool]]] = {}
         self._is_declared = False  # a `dj.expect` block is around a call; JAX drops names inside
 
-    def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None:
-        """Adds to `varying` the locality of every output of `eqns`, in order.
+    def of_constant(self, value: object) -> bool:
+        """Returns False: constants are equal."""
+        return False
 
-        Raises:
-          DivergenceError: a collective is under a predicate that differs.
-        """
-        for eqn in eqns:
-            ins = [not isinstance(v, Literal) and varying[v] for v in eqn.invars]
-            varying.update(zip(eqn.outvars, self.outputs_of(eqn, ins), strict=True))
+    def join(self, a: bool, b: bool) -> bool:
+        """Returns whether either value differs."""
+        return a or b
 
-    def outputs_of(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        """Returns which outputs of an equation differ, given which of its operands do.
-
-        Raises:
-          DivergenceError: a collective is under a predicate that differs.
-        """
-        proved = self._outputs(eqn, ins)
+    def outputs_of(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool]:
+        """Returns which results of an equation differ, given which of its operands do."""
+        proved = super().outputs_of(eqn, ins)
         return [True] * len(proved) if _blind.get() else proved
 
-    def values(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> dict[Any, bool]:
-        """Returns which values of `jaxpr` differ, given which inputs do."""
-        varying = dict(zip(jaxpr.invars, ins, strict=True))
-        varying.update((v, False) for v in jaxpr.constvars)
-        self.run(jaxpr.eqns, varying)
-        return varying
+    def of_equation(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool] | None:
+        """Returns the operands' localities where each operand is returned, else None."""
+        return ins if eqn.primitive.name in EACH else None
 
-    def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
-        """Returns which outputs of `jaxpr` differ, given which inputs do.
-
-        Memoized, since the rounds of nested loops multiply.
-        """
-        key = id(jaxpr), tuple(ins), _blind.get(), self._is_declared
-        if key not in self._remembered:
-            varying = self.values(jaxpr, ins)
-            outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
-            self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
-        return list(self._remembered[key][1])
-
-    def _call(
-        self, eqn: jax_compat.JaxprEqn, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]
-    ) -> list[bool]:
-        """Returns the same for a `jaxpr` that `eqn` runs."""
-        outside, self._is_declared = self._is_declared, self._is_declared or _is_in_block(eqn)
-        try:
-            return self.outputs(jaxpr, ins)
-        finally:
-            self._is_declared = outside
-
-    def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, ins)
-        if name == "while":
-            return self._while(eqn, ins)
-        if name == "cond":
-            return self._cond(eqn, ins)
-        if name in CALLS:
-            return self._call(eqn, jax_compat.called_jaxpr(eqn)[0], ins)
-        solver = jax_compat.solver_call(eqn)
-        if solver is not None:
-            inner, operands = solver
-            return self._call(eqn, inner, [ins[i] for i in operands])
-        if name in EACH:
-            return ins
+    def of_unknown(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool]:
+        """Returns whether operands, or the equation itself, make the results differ."""
         if any(ins):
             self._require_no_loop(eqn)
         return [self._differs(eqn, ins) or is_ref(v) for v in eqn.outvars]
 
-    def _differs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> bool:
+    def of_predicate(self, eqn: JaxprEqn, predicate: bool, outs: list[bool]) -> list[bool]:
+        """Returns True for all that a differing predicate decides on."""
+        if not predicate:
+            return outs
+        self.require_uniform(eqn)
+        return [True] * len(outs)
+
+    @contextlib.contextmanager
+    def within(self, eqn: JaxprEqn) -> Generator[None]:
+        """Knows in the code of an equation that a block is around it."""
+        outside, self._is_declared = self._is_declared, self._is_declared or _is_in_block(eqn)
+        try:
+            yield
+        finally:
+            self._is_declared = outside
+
+    def key(self, jaxpr: jax_compat.Jaxpr) -> Any:
+        """Returns the two settings on which proofs depend."""
+        return _blind.get(), self._is_declared
+
+    def _differs(self, eqn: JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
             equal = eqn.primitive.name in EQUALIZING
             return not equal or eqn.params.get("axis_index_groups") is not None
         return any(ins) or self._is_source(eqn, self._is_declared)
 
-    def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
+    def over_replicas(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
         return names_axis(eqn, self.axis_name)
 
-    def _is_source(self, eqn: jax_compat.JaxprEqn, is_declared: bool) -> bool:
+    def _is_source(self, eqn: JaxprEqn, is_declared: bool) -> bool:
         """Returns whether an equation may turn equal operands into different values."""
         is_declared = is_declared or _is_in_block(eqn)
         is_exempt = is_declared and eqn.primitive.name == "pure_callback"
@@ -151,41 +126,7 @@ class Analysis:
             return True
         return any(self._is_source(e, is_declared) for sub in sub_jaxprs(eqn) for e in sub.eqns)
 
-    # -- loops and branches ---------------------------------------------------
-
-    def _scan(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
-        body, num_carry = next(sub_jaxprs(eqn)), len(carry)
-        while True:
-            outs = self._call(eqn, body, consts + carry + xs)
-            joined = join(carry, outs[:num_carry])
-            if joined == carry:
-                return carry + outs[num_carry:]
-            carry = joined
-
-    def _while(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        cond, _ = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
-        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        cond_ins, body_ins, carry = jax_compat.split_while_inputs(eqn, ins)
-        while True:
-            if self._call(eqn, cond, cond_ins + carry)[0]:
-                self.require_uniform(eqn)
-                return [True] * len(carry)
-            joined = join(carry, self._call(eqn, body, body_ins + carry))
-            if joined == carry:
-                return carry
-            carry = joined
-
-    def _cond(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        if ins[0]:
-            self.require_uniform(eqn)
-            return [True] * len(eqn.outvars)
-        outs = [False] * len(eqn.outvars)
-        for branch in eqn.params["branches"]:
-            outs = join(outs, self._call(eqn, jax_compat.open_jaxpr(branch)[0], ins[1:]))
-        return outs
-
-    def _require_no_loop(self, eqn: jax_compat.JaxprEqn) -> None:
+    def _require_no_loop(self, eqn: JaxprEqn) -> None:
         """Raises if an opaque equation contains a loop or branch with a collective.
 
         Its operands differ, and what the predicate inside depends on is unknown.
@@ -196,7 +137,7 @@ class Analysis:
                     self.require_uniform(inner)
                 self._require_no_loop(inner)
 
-    def require_uniform(self, eqn: jax_compat.JaxprEqn) -> None:
+    def require_uniform(self, eqn: JaxprEqn) -> None:
         """Raises if a loop or branch whose predicate differs contains a collective."""
         found = next((c for sub in sub_jaxprs(eqn) for c in self.collectives(sub)), None)
         if found is None:
@@ -239,23 +180,25 @@ def _read_before(collective: str, construct: str) -> str:
     )
 
 
-def names_axis(eqn: jax_compat.JaxprEqn, axis_name: str) -> bool:
+def names_axis(eqn: JaxprEqn, axis_name: str) -> bool:
     """Returns whether an equation names an axis, as collectives do."""
     given = (eqn.params.get(key, ()) for key in ("axes", "axis_name", "axis"))
     return any(axis_name in (x if isinstance(x, (tuple, list)) else (x,)) for x in given)
 
 
-def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
-    """Returns the elementwise join: True wherever either value differs."""
-    return [x or y for x, y in zip(a, b, strict=True)]
+def holds_merge(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a merge or contains one, at any depth."""
+    if eqn.primitive.name == MERGE_NAME:
+        return True
+    return any(holds_merge(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
 
 
-def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
+def is_declared_equal(eqn: JaxprEqn) -> bool:
     """Returns whether `dj.expect` declares that a callback depends on its operands alone."""
     return eqn.primitive.name == "pure_callback" and _is_in_block(eqn)
 
 
-def _is_in_block(eqn: jax_compat.JaxprEqn) -> bool:
+def _is_in_block(eqn: JaxprEqn) -> bool:
     return says_equal(str(eqn.source_info.name_stack))
 
 
@@ -264,7 +207,7 @@ def is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:
     return "Ref" in type(var.aval).__name__
 
 
-def _hides_its_body(eqn: jax_compat.JaxprEqn) -> bool:
+def _hides_its_body(eqn: JaxprEqn) -> bool:
     """Returns whether an equation runs a user's `HiPrim`, which may do anything."""
     kind = type(eqn.params.get("_prim"))
     if kind is type(None):

@@ -1,4 +1,4 @@
-"""GlobalValue: a global array with its proved locality."""
+"""GlobalValue: a global array with its proved locality; and where the outputs of a program live."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax import jax_compat
-from distjax.collectives.mapping import map_replicas
+from distjax.collectives.mapping import constrain_to_replicas, map_replicas
 from distjax.errors import LocalityError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.row_flow import note_one_value
+from distjax.placement.rows import note_one_value
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
@@ -108,3 +108,28 @@ def replica_sum(value: GlobalValue, topology: Topology) -> jax.Array:
         return value.array * topology.num_replicas
     psum = lambda x: [lax.psum(x, topology.axis_name)]
     return map_replicas(topology, psum, [value.array], [True], [False])[0]
+
+
+class AlreadyPlaced:
+    """A result that is already placed; `place_output` leaves it as it is."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+
+
+def place_output(value: PyTree, topology: Topology) -> Any:
+    """Constrains a result of cross-replica code to the strategy's devices."""
+    if isinstance(value, AlreadyPlaced):
+        return value.array
+    if isinstance(value, PerReplica):
+        stacked = constrain_to_replicas(value.stacked, value.topology, varying=True)
+        return PerReplica(stacked, value.topology)
+    return constrain_to_replicas(value, topology, varying=False)
+
+
+def to_storage(variable: Variable, value: jax.Array) -> jax.Array:
+    """Returns the new value of a variable in its stored layout."""
+    layout = variable.layout
+    return layout.constrain(layout.to_stored(value))

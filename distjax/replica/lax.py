@@ -39,7 +39,7 @@ from jax import lax
 from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
 from distjax.traced_types import type_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.conversion import is_number

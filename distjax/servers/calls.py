@@ -15,8 +15,8 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import ContextError, message
-from distjax.placement.host_values import without_alias
-from distjax.replica.call_checks import require_call
+from distjax.placement.transfer import without_alias
+from distjax.replica.arguments import require_call
 from distjax.servers.board import Board, Pauses, Worker
 from distjax.servers.closure import Call, Closure
 from distjax.servers.elements import DataEnded, PerWorkerSource, RemoteArray

@@ -18,7 +18,7 @@ import numpy as np
 
 from distjax.data.reader import drop, keeps_position
 from distjax.errors import message
-from distjax.placement.host_values import without_alias
+from distjax.placement.transfer import without_alias
 from distjax.typing import DTypeLike, PyTree
 
 

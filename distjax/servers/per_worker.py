@@ -11,7 +11,7 @@ import jax
 
 from distjax.data.options import InputContext
 from distjax.errors import describe_value, message
-from distjax.placement.host_values import without_alias
+from distjax.placement.transfer import without_alias
 from distjax.servers.elements import Cursor, DataEnded, Elements, NumberedElements, Position
 from distjax.typing import PyTree
 

@@ -26,7 +26,7 @@ from distjax.placement.topology import (
     mesh_topology,
     one_device_topology,
 )
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import require_call
 from distjax.servers.calls import run_step
 from distjax.servers.cutting.description import CutDescription, describe_plan
 from distjax.servers.cutting.plans import Cutter

@@ -15,9 +15,8 @@ from distjax.data import dataset as datasets
 from distjax.data.options import ERROR, InputContext, InputOptions, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
-from distjax.replica.call_checks import require_call, require_callable
-from distjax.replica.default_context import DefaultReplicaContext
-from distjax.replica.static import unmark
+from distjax.replica.arguments import require_call, require_callable, unmark
+from distjax.replica.contexts import DefaultReplicaContext
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import require_pairs
 from distjax.strategies.strategy import Strategy

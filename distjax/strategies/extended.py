@@ -12,18 +12,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax
 
 from distjax import jax_compat, user_mesh
-from distjax.collectives.communication import CommunicationOptions, as_communication_options
+from distjax.collectives.reductions import CommunicationOptions, as_communication_options
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.objects.stateful_args import run_here
-from distjax.placement.row_flow import holds_noted
+from distjax.placement.rows import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.functions import FunctionCache
 from distjax.program.jit import make_run_program, place_arguments
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import require_call
 from distjax.strategies import job_devices, reducing, updating, values
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike

@@ -12,7 +12,7 @@ from distjax.cluster.alone import warn_once
 from distjax.cluster.job import job
 from distjax.cluster.joining import join_if_nobody_did
 from distjax.cluster.warm_up import warm_up_groups
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.reductions import CommunicationOptions
 from distjax.errors import ClusterError, message
 from distjax.placement.topology import Topology, devices_or_all
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.reductions import CommunicationOptions
 from distjax.placement.topology import (
     REPLICA_AXIS,
     Topology,

@@ -19,36 +19,38 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax import user_lines
-from distjax.collectives.constraint import constrain_to_replicas
+from distjax.collectives.mapping import constrain_to_replicas
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import expect, reason_in
-from distjax.context.finding import Finding
 from distjax.context.frames import Frame
+from distjax.context.observer import Finding
 from distjax.context.reporting import report
 from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, LocalityError, LocalityWarning, describe_value, message
 from distjax.integers import is_int
 from distjax.jax_compat import JaxprEqn, Literal, Tracer
 from distjax.objects.stateful import ResultTree, active_bridge, take_apart
-from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, require_axis_name
+from distjax.placement.transfer import require_held
 from distjax.program.jit import CompiledFunction, LoweredProgram, add_cause_note, as_numbers, jit
 from distjax.replica.analysis import Analysis
-from distjax.replica.call_checks import require_callable, require_finished
-from distjax.replica.global_value import GlobalValue, stack_replicas
-from distjax.replica.output_layout import AlreadyPlaced
-from distjax.replica.partitioned_tree import (
+from distjax.replica.arguments import (
     FIX_OF_UNHASHABLE,
     Static,
     as_static,
+    function_name,
     is_array,
     is_array_or_struct,
     is_one_leaf,
+    positional_names,
+    require_callable,
+    require_finished,
+    user_path,
 )
+from distjax.replica.global_value import AlreadyPlaced, GlobalValue, stack_replicas
 from distjax.replica.run import Traced, watching_traces
-from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.strategy import Strategy

@@ -17,28 +17,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import jax_compat
 from distjax.cluster.writes import record_write
-from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
-from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
-from distjax.collectives.ops import as_reduce_op, require_gather_axis, require_sums
-from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
+from distjax.collectives.ops import as_reduce_op, require_dense, require_gather_axis, require_sums
+from distjax.collectives.reductions import (
+    DEFAULT_OPTIONS,
+    CommunicationOptions,
+    gather_arrays,
+    reduce_arrays,
+    reduce_masked,
+)
 from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.masks import require_mask
 from distjax.modes import ReduceOp
-from distjax.placement.bare_rows import require_not_split
-from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.placement.row_flow import note_one_value
+from distjax.placement.rows import note_one_value, require_not_split
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
-from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
-from distjax.replica.global_value import GlobalValue, replica_aval
-from distjax.replica.output_layout import place_output
-from distjax.replica.partitioned_tree import is_array
-from distjax.replica.static import mark_modules, unmark
+from distjax.placement.transfer import require_held, require_no_mask, transfer, without_alias
+from distjax.replica.arguments import is_array, mark_modules, unmark
+from distjax.replica.global_value import GlobalValue, place_output, replica_aval
+from distjax.replica.hooks import trace_hooks
+from distjax.replica.merge import call_as_reduction
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
@@ -113,7 +114,7 @@ def _call(
     told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
     call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
-    follow_between_runs(name, arrays, outs, topology)
+    trace_hooks().on_reduced(name, arrays, outs, topology)
     return [note_one_value(out, topology.num_replicas) for out in outs]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from distjax import jax_compat
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.reductions import CommunicationOptions
 from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended

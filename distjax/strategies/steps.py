@@ -24,18 +24,16 @@ from distjax.data.iterator import DistributedIterator
 from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
-from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
+from distjax.placement.transfer import require_held
 from distjax.program.functions import FunctionCache
 from distjax.program.program import Program
 from distjax.replica import lax
-from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import Static, is_array
-from distjax.replica.user_names import function_name
+from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.strategies.updating import CrossReplicaStep
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced
-from distjax.variables.state import MergeState, TraceState
+from distjax.variables.state import TraceState
 from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
 
@@ -101,9 +99,6 @@ class MultiStepContext:
     ) -> None:
         _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
-        state = frames.current().state
-        if isinstance(state, MergeState):
-            state.is_pure = False  # the output has to be that of the trace that is used
         self.last_step_outputs[name] = reduced
 
     def set_non_tensor_output(self, name: str, output: PyTree) -> None:

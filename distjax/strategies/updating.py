@@ -26,12 +26,17 @@ from distjax.errors import (
     describe_value,
     message,
 )
-from distjax.placement.bare_rows import is_split_over_replicas, require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.rows import is_split_over_replicas, require_not_split
 from distjax.program.program import Program
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    positional_names,
+    user_path,
+)
 from distjax.replica.global_value import GlobalValue, as_user_value
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
-from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.strategies.values import parts_of
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.state import TraceState

@@ -15,22 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.dense import is_sparse
+from distjax.collectives.ops import is_sparse
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement import locality as kinds
-from distjax.placement.bare_rows import holds_rows, require_not_split
-from distjax.placement.host_values import require_held, require_no_mask, without_alias
-from distjax.placement.locality import Locality, is_host_memory
+from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.placement.row_flow import replica_axis
-from distjax.placement.topology import Topology
-from distjax.placement.transfer import copied, local_rows, transfer, transfer_local_rows
-from distjax.replica.call_checks import require_callable
-from distjax.replica.cross_facts import remember_own
-from distjax.replica.output_layout import place_output
-from distjax.replica.partitioned_tree import is_array
+from distjax.placement.rows import holds_rows, replica_axis, require_not_split
+from distjax.placement.topology import Locality, Topology, is_host_memory
+from distjax.placement.transfer import (
+    copied,
+    local_rows,
+    require_held,
+    require_no_mask,
+    transfer,
+    transfer_local_rows,
+    without_alias,
+)
+from distjax.replica.arguments import is_array, require_callable
+from distjax.replica.global_value import place_output
+from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
 from distjax.variables.access import read_components
 from distjax.variables.stored_variable import StoredVariable
@@ -200,7 +204,7 @@ def values_from_function(extended: ExtendedLike, fn: Callable[[Any], Any]) -> An
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         value = fn(ValueContext())
-        remember_own(value)
+        trace_hooks().on_lone_value(value)
         return value
     topology = extended.topology
     flat: list[tuple[list[Any], Any]] = []
@@ -316,7 +320,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     topology = extended.topology
     if not extended.wraps:
         row = _place(without_alias(rows[0]), topology)
-        remember_own(row)
+        trace_hooks().on_lone_value(row)
         return row
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)

@@ -25,8 +25,7 @@ from distjax.errors import LocalityError, UnsupportedError, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.replica.call_checks import require_call
-from distjax.replica.static import mark_modules, unmark
+from distjax.replica.arguments import mark_modules, require_call, unmark
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.inspection import StrategyDescription, describe
 from distjax.strategies.steps import MultiStepContext, require_steps

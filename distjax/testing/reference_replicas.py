@@ -24,7 +24,7 @@ from distjax.errors import ContextError, MergeError, UnsupportedError, message
 from distjax.modes import ReduceOp
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import is_per_replica, require_local
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import require_call
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable

@@ -17,7 +17,7 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.replica.partitioned_tree import is_array
+from distjax.replica.arguments import is_array
 from distjax.typing import AxisLike, PyTree
 from distjax.variables.conversion import is_number
 

@@ -30,7 +30,7 @@ from distjax.errors import (
 )
 from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.row_flow import note_one_value
+from distjax.placement.rows import note_one_value
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
 from distjax.variables.conversion import Array, convert, is_number, module_of

@@ -21,8 +21,8 @@ from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
-from distjax.placement.host_values import require_no_mask
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.transfer import require_no_mask
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation

@@ -16,7 +16,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
-from distjax.placement.host_values import require_no_mask, without_alias
+from distjax.placement.transfer import require_no_mask, without_alias
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.stored_variable import StoredVariable
 

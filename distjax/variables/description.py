@@ -10,7 +10,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.placement.locality import is_host_memory
+from distjax.placement.topology import is_host_memory
 from distjax.tables import Table, as_html, format_bytes
 from distjax.variables.layouts import Layout
 from distjax.variables.storage import hand_out

@@ -28,10 +28,10 @@ from jax.sharding import (
 )
 
 from distjax import user_mesh
-from distjax.collectives.constraint import constrain_to_replicas
+from distjax.collectives.mapping import constrain_to_replicas
 from distjax.collectives.ops import all_reduce, as_summand, from_total
 from distjax.modes import ReduceOp
-from distjax.placement import locality as kinds
+from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.typing import DTypeLike

@@ -129,8 +129,7 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
-      feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
-      is_pure: whether the code leaves no value of the trace elsewhere.
+      memory: what layers above remember of the functions that run in this trace.
       holds_whole: whether values of split variables are whole in the replica view, too.
       expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
@@ -146,12 +145,11 @@ class TraceState:
         self.trace = jax_compat.current_trace()
         self.parent = parent
         self.creations = creations
-        self.is_pure = True
         self.holds_whole = parent is not None and parent.holds_whole
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.expectations: dict[int, tuple[Any, str]] = {}
-        self.feedbacks: dict[int, tuple[Any, Any]] = {}
+        self.memory: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
         self._read_inside: set[Any] = set()  # read by functions whose traces JAX caches
         self._gathered: dict[Any, tuple[Any, Any]] = {}

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.collectives.packing import packs
+from distjax.collectives.reductions import packs
 
 IMPLEMENTATION = dj.CommunicationImplementation
 

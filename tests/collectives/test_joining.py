@@ -12,8 +12,7 @@ from jax import lax
 
 import distjax as dj
 from distjax import jax_compat
-from distjax.collectives.joining import join_maps
-from distjax.collectives.mapping import is_replica_map, map_replicas
+from distjax.collectives.mapping import is_replica_map, join_maps, map_replicas
 from tests.replicas import ids
 
 R = 4

@@ -11,7 +11,7 @@ import pytest
 
 import distjax as dj
 from distjax import jax_compat
-from distjax.collectives import eager, throttle
+from distjax.collectives import eager
 from distjax.program import launch
 
 
@@ -60,7 +60,7 @@ def test_a_step_that_returns_a_constant(pair):
     assert (float(step()[1]), float(w.value)) == (4, 2)
 
 
-HALF = throttle.MAX_IN_FLIGHT // 2
+HALF = eager.MAX_IN_FLIGHT // 2
 
 
 class Token:
@@ -77,31 +77,31 @@ class Token:
 
 
 def count_from_one():
-    """Counts launches as `throttle.count_launch` does, of which this one is the first."""
+    """Counts launches as `eager.count_launch` does, of which this one is the first."""
     return itertools.cycle((*range(1, HALF), 0)).__next__
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """Nothing is in flight, and programs are throttled."""
-    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    monkeypatch.setattr(throttle, "count_launch", count_from_one())
-    monkeypatch.setattr(throttle, "_older", [])
-    monkeypatch.setattr(throttle, "_newer", [])
+    monkeypatch.setattr(eager, "is_throttled", lambda: True)
+    monkeypatch.setattr(eager, "count_launch", count_from_one())
+    monkeypatch.setattr(eager, "_older", [])
+    monkeypatch.setattr(eager, "_newer", [])
 
 
 @pytest.mark.parametrize("in_job", [False, True])
 def test_the_older_half_is_awaited_when_too_many_are_in_flight(launches, monkeypatch, in_job):
     """In one process by its newest, in whose order the others end; in a job each of them."""
-    monkeypatch.setattr(throttle, "job", lambda: object() if in_job else None)
+    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
     tokens = [Token() for _ in range(5 * HALF)]
     for number, token in enumerate(tokens, start=1):
-        throttle.throttle(token)
+        eager.throttle(token)
         done = max(0, number // HALF - 1) * HALF
         newest = range(HALF - 1, done, HALF)
         expected = list(range(done) if in_job else newest)
         assert [i for i, t in enumerate(tokens) if t.awaited] == expected
-        assert number - done < throttle.MAX_IN_FLIGHT
+        assert number - done < eager.MAX_IN_FLIGHT
     assert done == 4 * HALF
 
 
@@ -110,11 +110,11 @@ def test_other_threads_launch_no_more_while_a_half_is_awaited(launches):
     waits, ends = threading.Event(), threading.Event()
     tokens[HALF - 1].block_until_ready = lambda: (waits.set(), ends.wait(60))
     for token in tokens[: 2 * HALF - 1]:
-        throttle.throttle(token)
+        eager.throttle(token)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        awaiting = pool.submit(throttle.throttle, tokens[2 * HALF - 1])
+        awaiting = pool.submit(eager.throttle, tokens[2 * HALF - 1])
         assert waits.wait(60)
-        others = [pool.submit(throttle.throttle, token) for token in tokens[2 * HALF :]]
+        others = [pool.submit(eager.throttle, token) for token in tokens[2 * HALF :]]
         assert not any(other.done() for other in (awaiting, *others))
         ends.set()
     assert all(other.done() for other in (awaiting, *others))
@@ -122,7 +122,7 @@ def test_other_threads_launch_no_more_while_a_half_is_awaited(launches):
 
 def test_programs_on_several_devices_end_in_the_order_of_their_launch():
     """What the guard builds on: the end of one tells the end of all before it."""
-    if not throttle.is_throttled():
+    if not eager.is_throttled():
         pytest.skip("nothing is awaited there")
     meshes = [jax.sharding.Mesh(devices, "r") for devices in (jax.devices()[:2], jax.devices())]
 
@@ -151,24 +151,24 @@ def test_a_program_that_has_failed_stops_no_later_one(launches):
 
     tokens[HALF - 1].block_until_ready = fail
     for token in tokens:
-        throttle.throttle(token)
+        eager.throttle(token)
     assert [i for i, t in enumerate(tokens) if t.awaited] == [2 * HALF - 1, 3 * HALF - 1]
 
 
 def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
     """It runs in the thread that waits."""
     tokens, later = [Token() for _ in range(2 * HALF)], [Token() for _ in range(HALF)]
-    handlers = [lambda: [throttle.throttle(token) for token in later]]
+    handlers = [lambda: [eager.throttle(token) for token in later]]
     tokens[HALF - 1].block_until_ready = lambda: handlers and handlers.pop()()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pool.submit(lambda: [throttle.throttle(token) for token in tokens]).result(60)
-    assert not throttle.awaiting
+        pool.submit(lambda: [eager.throttle(token) for token in tokens]).result(60)
+    assert not eager.awaiting
 
 
 @pytest.mark.parametrize("in_job", [False, True])
 def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_job):
     """Then the newer half is awaited as well."""
-    monkeypatch.setattr(throttle, "job", lambda: object() if in_job else None)
+    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
     tokens = [Token() for _ in range(2 * HALF)]
 
     def refuse():
@@ -177,7 +177,7 @@ def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_
     for token in tokens[:HALF]:
         token.block_until_ready, token.is_deleted = refuse, lambda: True
     for token in tokens:
-        throttle.throttle(token)
+        eager.throttle(token)
     awaited = [i for i, t in enumerate(tokens) if t.awaited]
     assert awaited == list(range(HALF if in_job else 2 * HALF - 1, 2 * HALF))
 
@@ -192,14 +192,14 @@ def test_results_that_are_donated_keep_the_bound(mirrored):
 
 
 def test_nothing_is_counted_without_a_token_or_in_a_trace(launches):
-    throttle.throttle(None)
-    jax.jit(lambda x: (throttle.throttle(x), x)[1])(1.0)
-    assert throttle.count_launch() == 1
+    eager.throttle(None)
+    jax.jit(lambda x: (eager.throttle(x), x)[1])(1.0)
+    assert eager.count_launch() == 1
 
 
 def test_where_programs_are_throttled():
-    assert throttle.is_throttled() == jax_compat.CPU_COLLECTIVES_NEED_THROTTLE
-    assert throttle.is_throttled() == (jax_compat.JAX_VERSION < (0, 12))
+    assert eager.is_throttled() == jax_compat.CPU_COLLECTIVES_NEED_THROTTLE
+    assert eager.is_throttled() == (jax_compat.JAX_VERSION < (0, 12))
 
 
 def test_compiled_once_per_function_and_static_values():
@@ -229,13 +229,13 @@ def test_only_programs_on_several_devices_are_counted(count, is_compiled, writes
     seen = []
     monkeypatch.setattr(launch, "count_launch", lambda: seen.append(None) or 1)
     step(x)
-    assert len(seen) == (1 if count > 1 and throttle.is_throttled() else 0)
+    assert len(seen) == (1 if count > 1 and eager.is_throttled() else 0)
 
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_each_half_is_recorded_by_its_last_program(writes, monkeypatch):
     """By a result if there is a small one, in whatever tree the user gets it."""
-    if not throttle.is_throttled():
+    if not eager.is_throttled():
         pytest.skip("nothing is awaited there")
     strategy = dj.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():

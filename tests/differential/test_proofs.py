@@ -38,7 +38,7 @@ def nothing_proved():
 @contextlib.contextmanager
 def rules_counted(counts):
     """Adds to `counts` each primitive analyzed, with what was proved of its results."""
-    outputs = Analysis._outputs
+    outputs = Analysis.outputs_of
 
     def counted(self, eqn, ins):
         outs = outputs(self, eqn, ins)
@@ -46,7 +46,7 @@ def rules_counted(counts):
         counts[f"{eqn.primitive.name} {kind}{' of different' if any(ins) else ''}"] += 1
         return outs
 
-    with mock.patch.object(Analysis, "_outputs", counted):
+    with mock.patch.object(Analysis, "outputs_of", counted):
         yield
 
 

@@ -6,6 +6,7 @@ under what holds for any primitive, and stands here with the reason why that is 
 
 import dataclasses
 
+from distjax import jaxprs
 from distjax.replica import analysis
 
 
@@ -128,7 +129,7 @@ RULES = (
         "a fixpoint over the carry, a join over the branches; all differs by a predicate that does",
         "scan while cond",
     ),
-    _rule("calls", "what their one jaxpr proves of their own operands", analysis.CALLS),
+    _rule("calls", "what their one jaxpr proves of their own operands", jaxprs.CALLS),
     _rule("solvers", "what the jaxpr that runs proves", "custom_linear_solve"),
     _rule("each operand", "an operand comes out as it went in", analysis.EACH),
     _rule(

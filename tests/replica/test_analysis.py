@@ -275,9 +275,9 @@ def test_blind_analysis_proves_nothing(pair, x):
 
 @pytest.mark.parametrize("depth", [2, 6])
 def test_rounds_of_nested_loops_do_not_multiply(monkeypatch, depth):
-    walked, outputs = [], analysis.Analysis._outputs
+    walked, outputs = [], analysis.Analysis.outputs_of
     monkeypatch.setattr(
-        analysis.Analysis, "_outputs", lambda *args: walked.append(args) or outputs(*args)
+        analysis.Analysis, "outputs_of", lambda *args: walked.append(args) or outputs(*args)
     )
 
     def nest(carry, x, depth):

@@ -74,7 +74,7 @@ def proofs(name, differs, effects=(), **params):
         invars=[var(), var()],
         outvars=[var(), var()],
     )
-    return analysis.Analysis(AXIS)._outputs(eqn, differs)
+    return analysis.Analysis(AXIS).outputs_of(eqn, differs)
 
 
 def names_of(rule):

@@ -14,7 +14,7 @@ import numpy as np
 from distjax import inner_traces, jax_compat
 from distjax.errors import message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
-from distjax.replica.analysis import CALLS
+from distjax.jaxprs import CALLS
 from distjax.servers.plan import Program
 from distjax.servers.storage import num_bytes
 

@@ -19,6 +19,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.jax_compat import Jaxpr, Literal
+from distjax.lint.examine import examine
 from distjax.objects.plain_objects import ObjectArguments, checking_outer_state
 from distjax.objects.reached import Reached
 from distjax.objects.stateful_args import has_objects
@@ -27,14 +28,20 @@ from distjax.placement.topology import Topology, abstract_topology
 from distjax.placement.transfer import transfer
 from distjax.program.discovery import signature_of
 from distjax.program.functions import FunctionCache, record_new_function
-from distjax.replica.call_checks import require_call
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    mark_modules,
+    mark_static,
+    positional_names,
+    require_call,
+    user_path,
+)
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import Given, examine
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.partitioned_tree import PartitionedTree, is_array, mark_static
-from distjax.replica.replica_trace import ReplicaTrace, trace_replica
-from distjax.replica.static import mark_modules
-from distjax.replica.user_names import function_name, positional_names, user_path
+from distjax.replica.hooks import Given
+from distjax.replica.trace import ReplicaTrace, trace_replica
 from distjax.servers.cutting.code import (
     NOTHING_RUN,
     Code,

@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.placement.axis_rules import ELEMENTWISE
+from distjax.placement.rows import ELEMENTWISE
 from distjax.servers.cutting.code import Code, aval_of_atom, eval_equation, open_code, trace_code
 
 # -- what equations do to rows ------------------------------------------------

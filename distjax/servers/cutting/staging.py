@@ -18,12 +18,19 @@ from distjax import inner_traces, jax_compat, user_lines
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
+from distjax.jaxprs import CALLS
 from distjax.placement.topology import Topology
-from distjax.replica.analysis import CALLS, MERGE_NAME
+from distjax.replica.analysis import MERGE_NAME
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
-from distjax.replica.merge import BatchedMerge, CotangentMerge, Merge, TangentMerge
-from distjax.replica.user_merge import UserMerge, WeakMerge
+from distjax.replica.merge import (
+    BatchedMerge,
+    CotangentMerge,
+    Merge,
+    TangentMerge,
+    UserMerge,
+    WeakMerge,
+)
 from distjax.servers.cutting.code import aval_of_atom, eval_opened, trace_code
 from distjax.servers.storage import Part, parts_of
 from distjax.variables.state import find_variables, variable_p
@@ -149,13 +156,13 @@ def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
     if eqn.primitive.name != MERGE_NAME:
         return None
     merge = _merge_of_user(eqn.params["merge"])
-    if not merge.trace.read and not merge.trace.written:
+    if not merge.read and not merge.written:
         return None
     is_own = isinstance(eqn.params["merge"], WeakMerge)  # a derivative of one writes nothing
     num_arguments = len(merge.args.leaves)
-    read = [None] * num_arguments + merge.trace.read
+    read = [None] * num_arguments + merge.read
     read += [None] * (len(eqn.invars) - len(read))
-    return ServerMerge(eqn, tuple(read), tuple(merge.trace.written) if is_own else ())
+    return ServerMerge(eqn, tuple(read), tuple(merge.written) if is_own else ())
 
 
 def _merge_of_user(merge: Merge) -> UserMerge:

@@ -11,7 +11,7 @@ import pytest
 
 import distjax as dj
 from distjax.errors import CheckError, LocalityWarning, ReductionWarning
-from distjax.replica import cross_facts
+from distjax.lint import between_runs
 from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
     BATCH,
@@ -252,11 +252,11 @@ def test_a_block_around_the_reduction_is_meant(two):
 
 @pytest.mark.usefixtures("collect_garbage")
 def test_nothing_is_kept_of_arrays_that_are_gone(two):
-    before = len(cross_facts._known)
+    before = len(between_runs._known)
     # A small result is held a while, to be asked for the end of its program.
     average = lambda w, x: ctx().all_reduce("mean", loss_of(w, x) + jnp.zeros(300))
     loss = two.run(average, args=(weights(), inputs(two)))
-    assert cross_facts.recall(loss).find("averaged").source.startswith(__file__)
+    assert between_runs.recall(loss).find("averaged").source.startswith(__file__)
     del loss
     gc.collect()
-    assert len(cross_facts._known) <= before
+    assert len(between_runs._known) <= before

@@ -18,10 +18,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from distjax import jax_compat, user_lines
-from distjax.context.reporting import EQUAL_BATCH, LOCAL_VARIANCES, report
+from distjax import user_lines
+from distjax.context.reporting import report
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.replica.analysis import CALLS, MERGE_NAME
+from distjax.jaxprs import Flow
+from distjax.replica.analysis import MERGE_NAME
+
+#: The rule names of two findings that another part of a function may refute.
+LOCAL_VARIANCES = "local variances averaged"
+EQUAL_BATCH = "the same batch on every replica"
 
 
 class Site:
@@ -93,7 +98,7 @@ class Fact(NamedTuple):
     Attributes:
       differs: whether it may differ per replica.
       number: the number that all its elements equal, or None.
-      tags: what happened to it, by name; see `fact_rules`.
+      tags: what happened to it, by name; see `rules`.
     """
 
     differs: bool = False
@@ -146,11 +151,11 @@ def of_literal(value: object) -> Fact:
     return EQUAL
 
 
-class FactWalk:
+class FactWalk(Flow[Fact]):
     """One walk over a replica function.
 
     Args:
-      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `fact_rules`.
+      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `rules`.
       axis_name: the name of the replica axis.
       num_replicas: R.
       leading: the leading dimension sizes of arguments that differ: of local batches.
@@ -176,6 +181,7 @@ class FactWalk:
     def __init__(
         self, rules: Mapping[str, Any], axis_name: str, num_replicas: int, leading: frozenset[int]
     ):
+        super().__init__()
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.is_alone = num_replicas == 1
         self.leading = leading
@@ -193,8 +199,6 @@ class FactWalk:
         self.combines = self.gradients_differ = False
         self.ratio_counts: set[Any] = set()
         self._calls: list[JaxprEqn] = []
-        self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
     def may_be_batch(self, shape: Sequence[int]) -> bool:
         """Returns whether axes of these lengths may hold a local batch, or a part of one."""
@@ -206,30 +210,6 @@ class FactWalk:
         """Returns the location of an equation."""
         return Site(eqn, self._calls)
 
-    def outputs(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
-        """Returns the facts of the outputs of `jaxpr`, given those of its inputs."""
-        # Small functions, such as those of jnp, are reported by the line of their call.
-        call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
-        key = id(jaxpr), tuple(ins), self.in_transpose, call
-        if key not in self._remembered:
-            env = self.run(jaxpr, ins)
-            outs = [self.read(env, v) for v in jaxpr.outvars]
-            self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
-        return self._remembered[key][1]
-
-    def run(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> dict[Any, Fact]:
-        """Returns the facts of all values of `jaxpr`, given those of its inputs."""
-        env = dict(zip(jaxpr.invars, ins, strict=True))
-        env.update((v, EQUAL) for v in jaxpr.constvars)
-        for eqn in jaxpr.eqns:
-            operands = [self.read(env, v) for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
-        return env
-
-    def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
-        """Returns the fact of a variable or literal."""
-        return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
-
     def report(self) -> None:
         """Reports what was found, without what another part of the function refutes."""
         # A batch that one replica takes from the host, or transforms, is that replica's own.
@@ -239,32 +219,42 @@ class FactWalk:
             if not refuted.get(rule, False):
                 report(finding)
 
-    def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
-        name = eqn.primitive.name
-        rule = self._rules.get(name)
-        outs = None if rule is None else rule(self, eqn, ins)
-        if outs is not None:
-            return _keep_completed(outs, ins)
-        if name in CALLS:
-            return self.call(eqn, jax_compat.called_jaxpr(eqn)[0], ins)
-        if name in self._control_flow:
-            return self._control_flow[name](eqn, ins)
-        if name == MERGE_NAME:
+    def of_constant(self, value: object) -> Fact:
+        """Returns the fact of a literal: its number, if it has one."""
+        return of_literal(value)
+
+    def join(self, a: Fact, b: Fact) -> Fact:
+        """Returns the fact of a value that is either of two."""
+        return join(a, b)
+
+    def of_equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact] | None:
+        """Returns the facts by the rule of the primitive."""
+        if eqn.primitive.name == MERGE_NAME:
             return self.on_merge(eqn, ins)
+        rule = self._rules.get(eqn.primitive.name)
+        outs = None if rule is None else rule(self, eqn, ins)
+        return None if outs is None else _keep_completed(outs, ins)
+
+    def of_unknown(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
+        """Returns only what differs, and of a backward pass what is linear."""
         out = _of_cotangents(ins) if self.is_transposed(eqn) else unknown(ins)
         return _keep_completed([out] * len(eqn.outvars), ins)
+
+    def of_predicate(self, eqn: JaxprEqn, predicate: Fact, outs: list[Fact]) -> list[Fact]:
+        """Returns facts of values that differ if the predicate does."""
+        return [o._replace(differs=True) for o in outs] if predicate.differs else outs
+
+    def of_slice(self, xs: Fact) -> Fact:
+        """Returns the fact without a number: slices may differ."""
+        return xs._replace(number=None)
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is part of a backward pass."""
         return self.in_transpose or "transpose(" in str(eqn.source_info.name_stack)
 
-    def call(self, eqn: JaxprEqn, inner: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
-        """Returns the facts of the results of an equation that calls `inner`."""
-        with self._within(eqn):
-            return self.outputs(inner, ins)
-
     @contextlib.contextmanager
-    def _within(self, eqn: JaxprEqn) -> Generator[None]:
+    def within(self, eqn: JaxprEqn) -> Generator[None]:
+        """Knows in the code of an equation by which calls it is reached."""
         before = self.in_transpose
         self.in_transpose = self.is_transposed(eqn)
         self._calls.append(eqn)
@@ -274,48 +264,17 @@ class FactWalk:
             self.in_transpose = before
             self._calls.pop()
 
-    def _scan(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
-        body = next(jax_compat.sub_jaxprs(eqn))
-        with self._within(eqn):
-            return self._fixpoint(body, consts, carry, [x._replace(number=None) for x in xs])
+    def key(self, jaxpr: Jaxpr) -> Any:
+        """Returns whether it is a backward pass; of small code, such as jnp's, also the call.
 
-    def _fixpoint(
-        self, body: Jaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]
-    ) -> list[Fact]:
-        count = len(carry)
-        for _ in range(_MOST_ROUNDS):
-            outs = self.outputs(body, [*consts, *carry, *xs])
-            joined = [join(a, b) for a, b in zip(carry, outs[:count], strict=True)]
-            if joined == carry:
-                return carry + outs[count:]
-            carry = joined
-        outs = self.outputs(body, [*consts, *map(_plain, carry), *xs])
-        return [*map(_plain, outs)]
-
-    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        _, consts, carry = jax_compat.split_while_inputs(eqn, ins)
-        with self._within(eqn):
-            return self._fixpoint(body, consts, carry, [])
-
-    def _cond(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        outs = None
-        for branch in eqn.params["branches"]:
-            found = self.call(eqn, jax_compat.open_jaxpr(branch)[0], ins[1:])
-            outs = found if outs is None else [join(a, b) for a, b in zip(outs, found, strict=True)]
-        outs = outs or []
-        return [o._replace(differs=True) for o in outs] if ins[0].differs else outs
+        So what is found in it is reported at the line of each call.
+        """
+        call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
+        return self.in_transpose, call
 
 
-#: Rounds of a loop after which facts of its carry are dropped.
-_MOST_ROUNDS = 4
 #: Number of equations below which an inner function is walked again for each call.
 _SMALL = 30
-
-
-def _plain(fact: Fact) -> Fact:
-    return DIFFERS if fact.differs else EQUAL
 
 
 def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]:

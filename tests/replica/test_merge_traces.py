@@ -1,4 +1,4 @@
-"""How often a merge function is traced, and that the trace used is that of its arguments."""
+"""A merge function is traced for its shapes, and then with the arguments that it has."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.errors import MergeError
 from tests.replica.merging import context, merge, sum_of
 from tests.replicas import ids, local
 
@@ -27,7 +28,7 @@ def noted(seen, fn):
     return call
 
 
-def test_one_trace(pair, how, seen):
+def test_a_trace_for_shapes_and_one_for_the_values(pair, how, seen):
     """Of arguments that differ and that do not, of variables, and of another merge's results."""
     with pair.scope():
         v, count = dj.Variable(1.0), dj.Variable(0)
@@ -43,23 +44,13 @@ def test_one_trace(pair, how, seen):
 
     assert float(how(lambda x: pair.run(step, args=(x,)))(ids(pair))) == 2.0
     assert (float(v.value), int(count.value)) == (0.75, 1)
-    assert seen == [[True, False], [True, False, False]]
+    for_shapes, for_values = seen[:2], seen[2:]
+    assert for_shapes == [[False, False], [False, False, False]]
+    assert for_values == [[True, False], [True, False, False]]
 
 
-def test_one_trace_on_one_device_in_a_derivative_and_in_a_loop(seen):
-    strategy = dj.MirroredStrategy(jax.devices()[:1])
-
-    def step(x):
-        squared = lambda x: merge(noted(seen, sum_of), x) ** 2
-        in_loop = jax.lax.fori_loop(0, 3, lambda _, c: merge(noted(seen, sum_of), c), x)
-        return jax.grad(squared)(x), in_loop
-
-    assert [float(x) for x in strategy.run(step, args=(jnp.float32(3.0),))] == [6.0, 3.0]
-    assert seen == [[False]] * 2
-
-
-def test_no_more_than_three_traces_where_localities_are_not_known_yet(pair, seen):
-    """In a derivative and in loops: one for the shapes, one for each locality that it then has."""
+def test_no_more_than_three_traces_in_a_derivative(pair, seen):
+    """One for the shapes, one for the value and one for the derivative."""
 
     def step(x):
         squared = lambda x: merge(noted(seen, sum_of), x) ** 2
@@ -201,6 +192,14 @@ def test_other_uses_of_what_differs(pair, how):
     assert local(pair, same) == [0.0, 1.0] and float(total) == 3.0
 
 
+def test_another_structure_for_a_value_that_differs(pair):
+    """The first trace is with arrays, and tells the structure."""
+    with pytest.raises(MergeError) as info:
+        pair.run(lambda x: merge(by_structure, x), args=(ids(pair),))
+    assert "by_structure needs to do the same on every call" in str(info.value)
+    assert "first with arrays in place of values per replica" in str(info.value)
+
+
 def test_values_of_an_enclosing_program(pair):
     """A merge function may close over the arguments of the step around the run."""
 
@@ -246,7 +245,7 @@ def test_an_argument_in_host_memory(mirrored, seen):
 
 
 def test_variables_that_it_makes(pair, how, seen):
-    """Made once, though the function is traced for facts too, as it takes components."""
+    """Made once, though the function is traced twice."""
     made = []
 
     def fn(strategy, x):
@@ -261,7 +260,7 @@ def test_variables_that_it_makes(pair, how, seen):
 
     run = how(lambda x: pair.run(step, args=(x,)))
     assert float(run(ids(pair))) == 2.0
-    assert len({id(v) for v in made}) == 1 and len(seen) == 3
+    assert len({id(v) for v in made}) == 1 and len(seen) == 2
 
 
 def test_a_value_that_it_leaves_elsewhere(pair):

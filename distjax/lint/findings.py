@@ -1,20 +1,36 @@
-"""Findings about combining replicas' values: the mistakes, and their texts."""
+"""The mistakes that the lint reports, and their texts."""
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from distjax.context.expectation import reason_in
-from distjax.context.finding import Finding
-from distjax.context.reporting import ALONE, EQUAL_BATCH
+from distjax.context.reporting import Finding
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.facts import Fact, FactWalk, Times, Where, shape_of
-from distjax.replica.unreducible import OF_EXAMPLES, UNREDUCIBLE
+from distjax.lint.facts import EQUAL_BATCH, LOCAL_VARIANCES, Fact, FactWalk, Times, Where, shape_of
 from distjax.user_lines import UNKNOWN, calling_line
 from distjax.variables.variable import Variable
+
+STATE_WHY = "a missing all_reduce makes every replica train a model of its own"
+#: Before the reason of a finding where R = 1.
+ALONE = "one replica hides it; with more, "
+STATE_FIX = (
+    "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
+    "computing any flag that gates it"
+)
+#: Flax's name for the collection of a batch norm's moving averages: state, but not parameters.
+_STATISTICS = "batch_stats"
+_STATISTICS_FIX = (
+    "nn.BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all replicas' examples"
+)
+#: The steps of a path such as s.a['b'][0].
+_STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")
+#: What a path has below a node whose class gives its parts no names: the user cannot write it.
+_NAMELESS = "[<flat index "
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _COUNT = re.compile(r"replicas|devices|device_count|axis_size|world_size|\bR\b")
@@ -354,3 +370,112 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
         find_averaged_share(walk, site, x.find("share"))
     elif not x.differs and x.find("grad") and made is None:
         find_equal_batch(walk, [site, x.find("grad")])
+
+
+# -- state --------------------------------------------------------------------
+
+
+def state_why(differing: Sequence[str]) -> str:
+    """Returns why state at these paths needs to come back equal."""
+    if _are_statistics(differing):
+        return "each replica keeps the statistics of its own examples"
+    return STATE_WHY
+
+
+def expected_state_fix(differing: Sequence[str], equal: Collection[str]) -> str:
+    """Returns the fix for state that may also differ on purpose, such as local batch statistics.
+
+    It names the largest parts that hold nothing else: a reduction forgotten in the rest of the
+    state is still found. Of an object whose parts have no names it can only name the object.
+
+    Args:
+      differing: the user's paths to the leaves that differ.
+      equal: the paths to the other leaves of the arguments.
+    """
+    kept = {part for path in equal for part in _parts(path)}
+    named = [path.partition(_NAMELESS)[0] for path in differing]
+    parts = [next((p for p in _parts(path) if p not in kept), path) for path in named]
+    first, *more = dict.fromkeys(parts)
+    cure = _STATISTICS_FIX if _are_statistics(differing) else STATE_FIX
+    fix = f"{cure}; or, where it is meant: dj.expect(reason, differs={first})"
+    if not more:
+        return fix
+    rest = f" and {len(more) - 3} more parts" if len(more) > 3 else ""
+    return f"{fix}, and the same for {', '.join(more[:3])}{rest}"
+
+
+def _are_statistics(differing: Sequence[str]) -> bool:
+    """Returns whether only batch statistics differ: the parameters were reduced."""
+    return all(_STATISTICS in path for path in differing)
+
+
+def _parts(path: str) -> list[str]:
+    """Returns [s, s.a, s.a['b']] for the path s.a['b']."""
+    parts = [*itertools.accumulate(_STEP.findall(path))]
+    return parts if parts and parts[-1] == path else [path]
+
+
+# -- values without a meaningful sum or mean, by the tag of their facts ---------
+
+_MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
+
+#: Tags of functions of several examples; of a single one, they are a measurement of it.
+OF_EXAMPLES = frozenset(("ratio", "curved", "variance"))
+
+#: By tag: the rule's name, what a reduction needs, what came, why, and the fix.
+UNREDUCIBLE = {
+    "scattered": (
+        "shards reduced again",
+        "the same elements on every replica",
+        "a second reduction of shards (each replica holds another, already reduced),",
+        "rows of different replicas are mixed",
+        "dj.flax.apply_gradients(optimizer, model, grads) of the gradients as they are: it "
+        "reduces what is not reduced yet",
+    ),
+    "chosen": (
+        "one replica's part alone",
+        "what every replica found",
+        "a reduction that keeps one replica's value and drops the others,",
+        "the other replicas' examples do not count",
+        "ctx.all_reduce('sum', total) / ctx.all_reduce('sum', count), of every replica's own",
+    ),
+    "clipped": (
+        "clipped before the reduction",
+        "gradients as they are, to clip or normalize afterwards",
+        "a reduction of clipped or normalized gradients (Adam's updates are)",
+        "each replica clips by its own gradient, and the mean of clipped gradients is not the "
+        "clipped mean",
+        f"{_MEAN_FIX}, then clip or update; in an optax chain dj.optim.reduce_gradients() comes "
+        "first",
+    ),
+    "norm": (
+        "the norm of local gradients",
+        "values that add up",
+        "a reduction of norms of local gradients",
+        "the mean of the replicas' norms is larger than the norm of the mean gradient",
+        f"{_MEAN_FIX}; norm = optax.global_norm(grads)",
+    ),
+    "ratio": (
+        "averaged over local counts",
+        "a sum, and the count to divide it by",
+        "a reduction of quotients by a local count",
+        "replicas that count fewer examples weigh as much as others",
+        "ctx = dj.get_replica_context(); ctx.all_reduce('sum', total) / ctx.all_reduce('sum', "
+        "count); for a loss dj.losses.average_loss(losses, mask)",
+    ),
+    "curved": (
+        "a function of local means averaged",
+        "the mean itself",
+        "a reduction of a function (exp, log, sqrt, a quotient) of local means",
+        "the mean of the replicas' perplexities is not the perplexity of the mean loss",
+        "loss = ctx.all_reduce('mean', loss); perplexity = jnp.exp(loss)",
+    ),
+    "variance": (
+        LOCAL_VARIANCES,
+        "moments about zero",
+        "a reduction of variances about local means",
+        "the spread between the replicas' means is lost",
+        "mean, square = ctx.all_reduce('mean', (jnp.mean(x, 0), jnp.mean(x**2, 0))); "
+        "variance = square - mean**2",
+    ),
+}

@@ -232,7 +232,7 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
 
 def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
     """Returns whether a mesh spans several processes; False for abstract meshes."""
-    return getattr(mesh, "is_multi_process", False)
+    return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
 
 
 def split_scan_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:

@@ -195,11 +195,12 @@ class DistributedIterator:
         position = Position.from_state(state)
         with self._lock:
             self._stop_reading()
-            self._reader.seek(position)
-            with interrupts.held():
-                self._position, self.is_closed = self._reader.position, False
-            if self._together is not None:
-                self._together.reset()
+            self._reader.seek(position, self._moved)
+
+    def _moved(self) -> None:
+        self._position, self.is_closed = self._reader.position, False
+        if self._together is not None:
+            self._together.reset()
 
     def reach_position(self) -> None:
         """Reads up to the position that was set, if the source gives its elements only once.

@@ -249,8 +249,12 @@ class Reader:
         self._iterator, self._numbered = None, iter(())
         self._is_unread, self._has_ended = False, True
 
-    def seek(self, position: Position) -> None:
+    def seek(self, position: Position, on_moved: Callable[[], None]) -> None:
         """Goes to a position. If this fails, the reader is where it was.
+
+        Args:
+          position: where to go.
+          on_moved: called when it is there, while Ctrl-C waits.
 
         Raises:
           ValueError: a source that is too short, has elements of another size, gives another
@@ -277,6 +281,7 @@ class Reader:
             self._to_drop, self._is_unread, self._has_ended = to_drop, to_drop is not None, False
             self.position = dataclasses.replace(position, epoch=epoch, is_resumed=is_set)
             self.ahead.clear()
+            on_moved()
 
     def _iterator_for(self, position: Position) -> tuple[Any, int | None]:
         """Returns an iterator from which a position can be reached, and its epoch."""

@@ -215,7 +215,7 @@ class StatefulArgs:
         return jax.tree.map(placeholder, result, is_leaf=is_leaf), bool(placeholders)
 
 
-def extract_objects(
+def find_objects(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -223,10 +223,11 @@ def extract_objects(
     donated: Collection[int],
     *,
     is_in_program: bool = False,
-) -> StatefulArgs | None:
-    """Splits the objects among the arguments of ``fn`` and those that it captured.
+) -> Callable[[], StatefulArgs] | None:
+    """Finds the objects among the arguments of ``fn`` and those that it captured.
 
-    Returns None if there are none. Outside a program, with `one_at_a_time` held.
+    Returns None if there are none, else what splits them; outside a program, that is to be called
+    with `one_at_a_time` held. A call without objects waits for nobody.
     """
     bridge = active_bridge()
     if bridge is None:
@@ -239,11 +240,15 @@ def extract_objects(
     found = {id(o): o for o in (*given, *(o for o, _ in captures))}
     if not found:
         return None
-    indices = {key: i for i, key in enumerate(found)}
-    captured = tuple((indices[id(o)], place) for o, place in captures)
-    objects = list(found.values())
-    split = bridge.flatten(objects, strategy, is_in_program=is_in_program)
-    return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
+
+    def split() -> StatefulArgs:
+        indices = {key: i for i, key in enumerate(found)}
+        captured = tuple((indices[id(o)], place) for o, place in captures)
+        objects = list(found.values())
+        flat = bridge.flatten(objects, strategy, is_in_program=is_in_program)
+        return StatefulArgs(bridge, objects, flat, captured, args, kwargs, donated)
+
+    return split
 
 
 def has_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -302,7 +307,8 @@ def run_here(
     state: TraceState,
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
-    stateful = extract_objects(fn, args, kwargs, strategy, (), is_in_program=True)
+    split = find_objects(fn, args, kwargs, strategy, (), is_in_program=True)
+    stateful = None if split is None else split()
     with _checking_trace(fn, is_whole_program=False):
         if stateful is None:
             return run_in_trace(strategy, fn, args, kwargs, state)

@@ -19,7 +19,7 @@ import jax
 
 from distjax import hooks, jax_compat, user_mesh
 from distjax.errors import ContextError, message
-from distjax.objects.stateful_args import extract_objects, one_at_a_time
+from distjax.objects.stateful_args import find_objects, one_at_a_time
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
 from distjax.placement.transfer import is_narrowed, require_held
 from distjax.program.discovery import Discovered, Step, discover
@@ -178,18 +178,22 @@ class Program:
     ) -> Any:
         """Returns ``run``'s result for the arguments; threads take turns with their objects."""
         step = self._step
+        split = None
+        if step.takes_objects:
+            split = find_objects(step.function, args, kwargs, step.strategy, step.donate_argnums)
+        if split is None:
+            self._count_call()
+            return run(args, kwargs)
         with one_at_a_time:  # until the objects have been written
-            objects = None
-            if step.takes_objects:
-                donated = step.donate_argnums
-                objects = extract_objects(step.function, args, kwargs, step.strategy, donated)
-            self._num_calls += 1
-            if self._num_calls == 2:
-                self._on_second_call()
-            if objects is not None:
-                self._ready = None
-                return objects.call(run)
-        return run(args, kwargs)
+            objects = split()
+            self._count_call()
+            self._ready = None
+            return objects.call(run)
+
+    def _count_call(self) -> None:
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self._on_second_call()
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None

@@ -335,7 +335,7 @@ def test_what_errors_advise_works_over_processes(group):
 ROOT = pathlib.Path(dj.__file__).parent
 
 #: Where `jax.device_put` may stand: the doors, and a move between the memories of one array.
-DOORS = {"placement/transfer.py", "flax/host_reads.py"}
+DOORS = {"placement/transfer.py", "flax/graphs.py"}
 
 
 def test_values_of_the_host_go_to_devices_by_one_door():

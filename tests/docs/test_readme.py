@@ -1,18 +1,22 @@
-"""What the README says of the code is so: its files, packages, floors and numbers."""
+"""What README and ARCHITECTURE say of the code is so: its files, packages, floors and numbers."""
 
 import pathlib
 import re
 
-from tests.test_floors import FLOORS
+from distjax import hooks
+from distjax.replica.hooks import TraceHooks
+from tests.test_floors import FLOORS, KERNEL, STILL_NAMES_A_LAYER
 from tests.wrong_programs import test_wrong_programs as wrong_programs
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
 def section(title):
-    """The text below the heading `title`, up to the next one."""
-    return re.split(r"^#+ ", TEXT.split(f"# {title}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    """The text of ARCHITECTURE below the heading `title`, up to the next one."""
+    below = ARCHITECTURE.split(f"# {title}\n")[1]
+    return re.split(r"^#+ ", below, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def rows_of(title):
@@ -21,12 +25,25 @@ def rows_of(title):
     return [row.split(" | ") for row in rows[1:]]
 
 
-def test_the_files_of_the_tables_exist():
-    for title in ("Where things live", "Where new code goes", "Walks"):
-        paths = re.findall(r"`([\w/]+(?:\.py|/))`", section(title))
-        assert len(paths) > 8, title
-        for path in set(paths) - {"distjax/"}:
-            assert (ROOT / "distjax" / path).exists() or (ROOT / path).exists(), path
+def packages_of(title):
+    """The packages and modules of a table of floors, and the floor of each."""
+    return {
+        name: floor
+        for floor, packages, _ in rows_of(title)
+        for name in re.findall(r"`(\w+)`", packages)
+    }
+
+
+def test_it_is_short():
+    assert len(ARCHITECTURE.splitlines()) <= 200
+    assert "](ARCHITECTURE.md)" in README
+
+
+def test_the_files_that_it_names_exist():
+    for title in ("The way of one call", "Where new code goes", "Walks"):
+        assert len(re.findall(r"`[\w/]+\.py`", section(title))) > 8, title
+    for path in set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE)) - {"distjax/"}:
+        assert (ROOT / "distjax" / path).exists() or (ROOT / path).exists(), path
 
 
 def test_a_walk_has_at_most_twelve_files():
@@ -37,17 +54,29 @@ def test_a_walk_has_at_most_twelve_files():
 
 
 def test_every_package_stands_at_its_floor():
-    shown = {
-        name: floor
-        for floor, packages, _ in rows_of("Where things live")
-        for name in re.findall(r"`(\w+)`", packages)
-    }
-    modules = set(re.findall(r"`(\w+)\.py`", section("Where things live")))
+    kernel, layers = packages_of("The kernel"), packages_of("The layers")
+    modules = set(re.findall(r"`(\w+)\.py`", section("The kernel")))
     there = {path.stem for path in (ROOT / "distjax").glob("[a-z]*") if path.name != "py.typed"}
-    assert shown.keys() | modules == there
-    for name, floor in shown.items():
+    assert kernel.keys() == set(KERNEL)
+    assert kernel.keys() | layers.keys() | modules == there
+    for name, floor in (kernel | layers).items():
         assert FLOORS[name] == (11 if floor == "side" else int(floor)), name
     assert max(FLOORS[name] for name in modules) < 0
+
+
+def test_it_counts_the_files_that_still_name_a_layer():
+    numbers = "no one two three four five six seven eight nine".split()
+    (number,) = re.findall(r"(\w+) files of the kernel still", ARCHITECTURE)
+    assert numbers[len(STILL_NAMES_A_LAYER)] == number.lower()
+
+
+def test_every_event_is_in_it():
+    events = {event.strip("`") for event, _, _ in rows_of("Events")}
+    lists = {name for name, value in vars(hooks).items() if isinstance(value, (list, dict))}
+    assert events == {name for name in lists if not name.startswith("_")}
+    below = section("Events").split("`replica/hooks.py`")[1]
+    named = set(re.findall(r"`([a-z_]+)`", below)) - {"lint"}
+    assert named == {name for name in vars(TraceHooks) if not name.startswith("_")}
 
 
 def test_every_module_stands_in_the_readme_of_its_package():
@@ -56,9 +85,17 @@ def test_every_module_stands_in_the_readme_of_its_package():
         assert modules <= set(re.findall(r"(\w+)\.py", page.read_text())), page
 
 
+def test_the_files_that_a_package_readme_names_exist():
+    for page in (ROOT / "distjax").glob("*/README.md"):
+        own = [page.parent, *(path for path in page.parent.glob("*/") if path.is_dir())]
+        for path in re.findall(r"`([\w./]+\.py)`", page.read_text()):
+            places = (*own, ROOT / "distjax", ROOT)
+            assert any((place / path).exists() for place in places), f"{page}: {path}"
+
+
 def test_as_many_wrong_programs_are_found_as_it_says():
-    (number,) = re.findall(r"over (\d+) realistic mistakes", TEXT)
-    (percent,) = re.findall(r"more\s+than (\d+)% of the mistakes", TEXT)
+    (number,) = re.findall(r"over (\d+) realistic mistakes", README)
+    (percent,) = re.findall(r"more\s+than (\d+)% of the mistakes", README)
     levels = [row.level for row in wrong_programs.TABLE]
     loud = sum(level in (wrong_programs.ERROR, wrong_programs.WARNING) for level in levels)
     assert len(levels) > int(number)

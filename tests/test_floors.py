@@ -51,8 +51,6 @@ FLOORS = {
     "diagnostics": 9,
     "parts": 9,
     "servers": 9,
-    "launch": 10,
-    "plan": 10,
     "testing": 11,
     "compat": 11,
 }

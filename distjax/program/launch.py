@@ -282,7 +282,7 @@ class Build:
 
 
 def _throttle(returned: tuple[Any, ...]) -> None:
-    """Awaits older programs when too many are in flight: see `collectives.throttle`."""
+    """Awaits older programs when too many are in flight: see `collectives.eager`."""
     number = count_launch()
     if number == 0 or awaiting or jax.process_count() > 1:
         end = completion_of(returned)

@@ -166,7 +166,7 @@ class Program:
             finally:
                 self._ready = None  # the next call may be under that mesh, too
         if self._num_calls > 1:
-            return self._with_objects(args, kwargs, self._run)
+            return self._with_objects(args, kwargs, self._run, error)
         names = self._step.name, self._step.argument_names
         after_call = trace_hooks().on_call(self._memory, self._step, names, args, kwargs)
         result = self._with_objects(args, kwargs, self._run)
@@ -174,16 +174,23 @@ class Program:
         return result
 
     def _with_objects(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+        error: Exception | None = None,
     ) -> Any:
-        """Returns ``run``'s result for the arguments; threads take turns with their objects."""
+        """Returns ``run``'s result for the arguments; threads take turns with their objects.
+
+        An error of a launch with objects is that `jit` does not take these as they are.
+        """
         step = self._step
         split = None
         if step.takes_objects:
             split = find_objects(step.function, args, kwargs, step.strategy, step.donate_argnums)
         if split is None:
             self._count_call()
-            return run(args, kwargs)
+            return run(args, kwargs) if error is None else run(args, kwargs, error=error)
         with one_at_a_time:  # until the objects have been written
             objects = split()
             self._count_call()
@@ -196,15 +203,20 @@ class Program:
             self._on_second_call()
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Finish | None = None,
+        error: Exception | None = None,
     ) -> Any:
         """Runs the program and returns the user's results; what `finish` returns builds them.
 
         Each round of the loop makes progress: a compiled signature, more variables, or arguments
-        that `jit` accepts; or it raises.
+        that `jit` accepts; or it raises. So does an error of a launch that was tried before: what
+        has run is never run again.
         """
         _require_guarded(self._step.name, self._recreated)
-        build, error = self._current_build(), None
+        build = self._current_build()
         if build is None:
             args, kwargs = self._mark_objects(args, kwargs) or (args, kwargs)
             error = NotTraced()

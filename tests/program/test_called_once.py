@@ -3,6 +3,7 @@
 import copy
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,3 +74,28 @@ def test_donated_arguments_are_said_to_be_gone_only_if_they_are():
         assert ("are gone" in str(caught.value)) == x.is_deleted()
         if first:
             log(jnp.ones(3))
+
+
+@pytest.mark.parametrize("way", ["dj.jit", "strategy.jit", "run"])
+@pytest.mark.parametrize("make", [dj.OneDeviceStrategy, lambda: dj.VirtualStrategy(2)])
+def test_a_warm_call_whose_callback_raises_has_run_once(make, way):
+    """A second launch would swallow the error, and do twice whatever else the step does."""
+    seen = []
+
+    def callback(x):
+        seen.append(float(x))
+        if len(seen) == 5:
+            raise ValueError("mine")
+        return np.float32(x)
+
+    strategy = make()
+    fn = lambda x: jax.experimental.io_callback(callback, jax.ShapeDtypeStruct((), jnp.float32), x)
+    if way == "dj.jit":
+        call = dj.jit(fn)
+    else:
+        call = MAKERS[way](strategy, fn)
+    num_each = 1 if way == "dj.jit" else strategy.num_replicas_in_sync
+    with pytest.raises(Exception, match="mine"):
+        for _ in range(5):
+            jax.block_until_ready(jax.tree.leaves(call(jnp.float32(1))))
+    assert 5 <= len(seen) < 5 + num_each

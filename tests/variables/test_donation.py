@@ -1,6 +1,7 @@
 """Written variables are donated; every array that the user holds stays valid."""
 
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -318,3 +319,24 @@ def test_an_error_leaves_variables_as_they_are(pair, how):
             run()
         assert v.value.tolist() == [2] * 4
     assert not dj.has_strategy()
+
+
+@pytest.mark.parametrize("change", ["assign", "a step", "another step that reads"])
+def test_a_step_that_only_reads_keeps_no_array_that_is_gone(change):
+    """It keeps what it has read, to launch faster: until a variable changes."""
+    strategy = dj.OneDeviceStrategy()
+    with strategy.scope():
+        v, w = dj.Variable(jnp.zeros(1000)), dj.Variable(jnp.ones(3))
+    read = lambda: v.value.sum()
+    assert [float(strategy.run(read)) for _ in range(3)] == [0, 0, 0]
+    former = weakref.ref(v.stored.read())
+    if change == "another step that reads":
+        strategy.run(lambda: w.value.sum())
+        v.stored.array = None
+    elif change == "assign":
+        v.assign(jnp.ones(1000))
+    else:
+        strategy.run(lambda: v.assign(jnp.ones(1000)))
+    assert former() is None or former().is_deleted()
+    if change != "another step that reads":
+        assert [float(strategy.run(read)) for _ in range(2)] == [1000, 1000]

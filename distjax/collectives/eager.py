@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +39,9 @@ _HALF = MAX_IN_FLIGHT // 2
 count_launch = itertools.cycle((*range(1, _HALF), 0)).__next__
 _older: list[jax.Array] = []  # ends of the half before
 _newer: list[jax.Array] = []
-awaiting: list[None] = []  # not empty while a half is awaited: other threads launch no more
-_lock = threading.RLock()  # a signal handler, which runs in the thread that waits, may launch
+# Not empty while a half is awaited: threads that launch wait for it, too. There is no lock: an
+# exception in a signal handler could leave it locked.
+awaiting: list[None] = []
 
 
 @functools.cache
@@ -84,24 +84,25 @@ def record_completion(completion: jax.Array, launch: int) -> None:
       completion: is ready when the program is done.
       launch: the result of `count_launch`.
     """
-    with _lock:
-        _newer.append(completion)
-        if launch == 0:
-            awaiting.append(None)
-            try:
-                _await_older()
-            finally:
-                awaiting.clear()
-            _older[:] = _newer
-            _newer.clear()
+    _newer.append(completion)
+    if launch and not awaiting:
+        return
+    awaiting.append(None)
+    try:
+        _await_older()
+    finally:
+        awaiting.pop()
+    if launch == 0:
+        _older[:] = ends = _newer[:]
+        del _newer[: len(ends)]  # not those that other threads have added since
 
 
 def _await_older() -> None:
     """Waits until the older half is done; failures are reported to whoever reads the outputs."""
-    ends = _older
-    for end in _older:
+    ends = older = _older[:]
+    for end in older:
         if end.is_deleted():  # donated since, so it tells nothing: then what came later does
-            ends = _older + _newer
+            ends = older + _newer
             break
     for end in ends:
         try:

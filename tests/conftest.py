@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import signal
 import sys
 import threading
 
@@ -48,6 +49,10 @@ from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (h
 from tests.pairwise import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and many are about it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Traces are many small objects that live for one test: by default a collection runs every 700.
 gc.set_threshold(100_000, *gc.get_threshold()[1:])

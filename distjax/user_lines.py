@@ -26,7 +26,7 @@ _PROMPTS = ("<stdin", "<python-input", "<ipython-input", "<console", "<doctest")
 _COMMAND = "<string>" if sys.argv[:1] == ["-c"] else None
 _GENERATED = ("__init__", "__new__")
 #: Where installed packages and their commands are.
-_INSTALLED = tuple(
+INSTALLED = tuple(
     sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib", "stdlib", "scripts")
 )
 
@@ -59,7 +59,7 @@ def find_line(frames: Iterable[SourceFrame], otherwise: str | None = None) -> st
     for frame in frames:
         if frame.is_library:
             continue
-        if not frame.file.startswith(_INSTALLED):
+        if not frame.file.startswith(INSTALLED):
             return str(frame)
         otherwise = otherwise or str(frame)
     return otherwise

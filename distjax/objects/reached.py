@@ -35,11 +35,11 @@ from distjax.objects.walk import (
     CONTAINERS,
     HOLDERS,
     functions_in,
-    is_library,
     is_of_a_library,
     is_users_object,
     module_of,
     names_in,
+    names_users_objects,
     parts_of,
     reference_to,
     stored_attributes,
@@ -120,8 +120,10 @@ class Comparison:
         edges: Sequence[Edge],
         vacant: Sequence[tuple[int, str, Any]],
     ):
-        self._values, self._roots = values, roots
-        self._targets, self._vacant = targets, vacant
+        self._values, self._roots, self._targets = values, roots, targets
+        self._vacant: dict[int, list[tuple[str, Any]]] = collections.defaultdict(list)
+        for holder, kind, key in vacant:
+            self._vacant[holder].append((kind, key))
         self._from: dict[int, list[Edge]] = collections.defaultdict(list)
         for edge in edges:
             self._from[edge.holder].append(edge)
@@ -133,21 +135,18 @@ class Comparison:
 
     def compile(self) -> Callable[[], bool] | None:
         """Returns the function; None if it would compare nothing."""
-        compared = {holder for holder, _, _ in self._vacant}
-        queue = collections.deque(
-            n for n in sorted(self._roots) if n in self._from or n in compared
-        )
+        compared = self._from.keys() | self._vacant.keys()
+        queue = collections.deque(n for n in sorted(self._roots) if n in compared)
         for number in queue:
             self._lines.append(f"n{number} = {self._constant(self._roots[number])}()")
             self._bound.add(number)
         num_roots = len(queue)
         while queue:
             number = queue.popleft()
-            for edge in self._from[number]:
+            for edge in self._from.get(number, ()):
                 queue.extend(self._follow(edge))
-            for holder, kind, key in self._vacant:
-                if holder == number:
-                    self._require(f"{self._road(holder, kind, key)} is not None")
+            for kind, key in self._vacant.get(number, ()):
+                self._require(f"{self._road(number, kind, key)} is not None")
         if len(self._lines) == num_roots:
             return None
         return _make_function(tuple(self._lines), self._constants)
@@ -320,10 +319,10 @@ class _Search:
                 self._add_root(module, weakref.ref(module))
         for number, seen in self._by_name:
             holder = self._values[number]
-            for name in self._names - seen:
+            members = vars(holder)
+            for name in self._names.intersection(members).difference(seen):
                 seen.add(name)
-                if name in vars(holder):
-                    self._add_member(number, holder, name, vars(holder)[name])
+                self._add_member(number, holder, name, members[name])
         return bool(self._queue)
 
     def _add_member(self, number: int, holder: PyTree, name: str, value: PyTree) -> None:
@@ -361,17 +360,17 @@ class _Search:
         if isinstance(value, StoredVariable) or is_compared_whole(value):
             return
         if isinstance(value, (types.ModuleType, type)):
-            if not is_library(module_of(value)):
+            if names_users_objects(value):
                 self._by_name.append((number, set()))
         elif has_variables(value):
             chosen = getattr(type(value), "reached_parts", None)
             yield from (x for x in stored_attributes(value) if chosen is None or x[1] in chosen)
         else:
-            if isinstance(value, types.FunctionType) and not is_of_a_library(value):
+            if isinstance(value, types.FunctionType) and names_users_objects(value):
                 self._names.update(names_in(value.__code__))
             elif is_users_object(value):
                 for cls in type(value).__mro__:
-                    if not is_library(module_of(cls)):
+                    if names_users_objects(cls):
                         self._add_root(cls, weakref.ref(cls))
                 self._names.add("__call__")
             for kind, key, part in parts_of(value):

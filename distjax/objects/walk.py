@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+from distjax import user_lines
 from distjax.errors import message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import Static
@@ -116,7 +117,7 @@ def parts_of(value: PyTree, max_items: int = _MAX_ITEMS) -> Iterator[tuple[str, 
 def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
     if fn.__closure__:
         yield "attribute", "__closure__", fn.__closure__
-    named = names_of_globals(fn.__code__)
+    named = names_of_globals(fn.__code__) if names_users_objects(fn) else ()
     if "globals" in named:  # globals()["loss"]
         named = (*named, *names_in_texts(fn.__code__))
     yield from (("global", n, fn.__globals__[n]) for n in named if n in fn.__globals__)
@@ -212,6 +213,35 @@ def is_of_a_library(value: object) -> bool:
 def is_library(module: str) -> bool:
     """Returns whether a module, by its name, is of a library that is not searched."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def names_users_objects(code: types.FunctionType | types.ModuleType | type) -> bool:
+    """Returns whether what a function, module or class names is followed: a user's, as it seems.
+
+    To follow that of all packages that are installed would take seconds: a step with an `assert`
+    names pytest. The user's own may be installed, too, and imports distjax somewhere.
+    """
+    if isinstance(code, types.FunctionType) and not isinstance(code.__module__, str):
+        return True  # made by `exec` with globals of one's own
+    package = module_of(code).partition(".")[0]
+    return not (is_library(package) or _is_installed_without_distjax(package))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed_without_distjax(package: str) -> bool:
+    module = sys.modules.get(package)
+    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    if not path.startswith(user_lines.INSTALLED):
+        return False
+    own = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
+    return not any(_names_distjax(m) for m in own if isinstance(m, types.ModuleType))
+
+
+def _names_distjax(module: types.ModuleType) -> bool:
+    """Returns whether a module has imported anything from distjax."""
+    kinds = (types.ModuleType, types.FunctionType, type)
+    members = (value for value in list(vars(module).values()) if issubclass(type(value), kinds))
+    return any(module_of(value).partition(".")[0] == "distjax" for value in members)
 
 
 def find_arrays(

@@ -5,6 +5,8 @@ import collections
 import contextvars
 import functools
 import gc
+import importlib
+import os
 import queue
 import threading
 import types
@@ -17,6 +19,8 @@ import pytest
 from flax.core import FrozenDict
 
 import distjax as dj
+from distjax import user_lines
+from distjax.objects import reached
 from distjax.objects.reached import Reached
 
 pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.ReductionWarning")
@@ -248,3 +252,41 @@ def test_new_objects_again_and_again_are_warned_of():
         "  Fix: make it once and set it back: metric.reset(), v.assign(...), or a learning rate as "
         "a variable"
     )
+
+
+INSTALLED = """
+{imports}
+registry = {{}}
+
+def read():
+    return registry["total"].value
+"""
+
+
+@pytest.mark.parametrize("imports", ["import distjax as dj", "from distjax import Variable"])
+def test_a_package_of_the_user_may_be_installed(imports, tmp_path, monkeypatch, pair):
+    """What an installed package names is followed if it has to do with distjax."""
+    name = "installed_" + imports.split()[-1]
+    (tmp_path / f"{name}.py").write_text(INSTALLED.format(imports=imports))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(user_lines, "INSTALLED", (f"{tmp_path}{os.sep}",))
+    package = importlib.import_module(name)
+    with pair.scope():
+        first, second = dj.Variable(1.0), dj.Variable(2.0)
+    package.registry["total"] = first
+    assert [float(pair.run(lambda: package.read())) for _ in range(2)] == [1, 1]
+    package.registry["total"] = second
+    assert float(pair.run(package.read)) == 2
+
+
+def test_what_other_packages_name_is_not_searched(pair):
+    """An `assert` that pytest has rewritten names pytest, which names thousands of objects."""
+    with pair.scope():
+        total = dj.Variable(1.0)
+
+    def step():
+        assert total.value.shape == ()
+        return total.value
+
+    assert "@pytest_ar" in step.__code__.co_names
+    assert len(reached._Search([weakref.ref(step)], [total])._values) < 100

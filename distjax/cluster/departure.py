@@ -94,6 +94,8 @@ def _print_cause(joined: Job) -> None:
         match parse_line(joined.client.blocking_key_value_get(_CAUSE, 1000)):
             case {"process": int(left), "text": str(text)} if left != joined.process_id:
                 print_error(_lost_text(joined, joined.name_process(left), text))
+            case _:
+                pass  # the regular end of the program, or this process itself
 
 
 def _lost_text(joined: Job, who: str, text: str) -> str:

@@ -53,25 +53,32 @@ def begin_to_end() -> None:
     _end.acquire()
 
 
-def leave(joined: Job, code: int, text: str, others_code: int = PEER_LOST) -> NoReturn:
+def leave(
+    joined: Job, code: int, text: str, others_code: int = PEER_LOST, *, is_told: bool = False
+) -> NoReturn:
     """Ends this process with `code`, and the others with `others_code` and `text`.
 
     Call after `begin_to_end`. If another process has already left, its code and text are
-    the ones that the others get.
+    the ones that the others get. If this one ends because of it, it says so, unless `is_told`.
     """
     flush_outputs()  # once it has announced its exit, JAX may abort this process
-    telling = threading.Thread(target=_tell, args=(joined, text, others_code), daemon=True)
+    names_cause = code == PEER_LOST and not is_told
+    args = joined, text, others_code, names_cause
+    telling = threading.Thread(target=_tell, args=args, daemon=True)
     telling.start()
     telling.join(_LEAVE_SECONDS)  # an unresponsive coordinator must not block the exit
     end_at_once(code)
 
 
-def _tell(joined: Job, text: str, others_code: int) -> None:
+def _tell(joined: Job, text: str, others_code: int, names_cause: bool = False) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     own, client = joined.process_id, joined.client
     cause = {"process": own, "code": others_code, "text": as_plain(text, 2000)}
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+    try:
         client.key_value_set(_CAUSE, as_line(cause))
+    except jax.errors.JaxRuntimeError:  # another process was first
+        if names_cause:
+            _print_cause(joined)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
         for other in range(joined.num_processes) if own == 0 else ():
@@ -79,6 +86,25 @@ def _tell(joined: Job, text: str, others_code: int) -> None:
             client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
         if own == 0:
             time.sleep(_LAST_SECONDS)
+
+
+def _print_cause(joined: Job) -> None:
+    """Prints who left first, and why: an error of gloo that this process has met does not say."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone
+        match parse_line(joined.client.blocking_key_value_get(_CAUSE, 1000)):
+            case {"process": int(left), "text": str(text)} if left != joined.process_id:
+                print_error(_lost_text(joined, joined.name_process(left), text))
+            case _:
+                pass  # the regular end of the program, or this process itself
+
+
+def _lost_text(joined: Job, who: str, text: str) -> str:
+    return message(
+        f"{joined.name_process(joined.process_id)} needs all processes of its job",
+        got=f"the end of {who}: {as_part(as_plain(text, 2000))}",
+        why="no collective can be complete without it",
+        fix="look at what that process said; start the job again",
+    )
 
 
 def start_watch(joined: Job, exit_status: Callable[[], int]) -> Callable[[], None]:
@@ -126,12 +152,7 @@ def _watch(joined: Job, exit_status: Callable[[], int]) -> None:
 
 def _follow(joined: Job, code: int, who: str, text: str) -> None:
     """Ends this process because another one of its job has ended."""
-    said = message(
-        f"{joined.name_process(joined.process_id)} needs all processes of its job",
-        got=f"the end of {who}: {as_part(as_plain(text, 2000))}",
-        why="no collective can be complete without it",
-        fix="look at what that process said; start the job again",
-    )
+    said = _lost_text(joined, who, text)
     if is_interactive():
         print_error(said)
         return
@@ -141,4 +162,4 @@ def _follow(joined: Job, code: int, who: str, text: str) -> None:
         print_error("".join(traceback.format_exception(own)))
         code, text = exit_code(own), error_text(own)
     print_error(said)
-    leave(joined, code, text)
+    leave(joined, code, text, is_told=True)

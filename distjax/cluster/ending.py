@@ -106,6 +106,10 @@ class _Ending:
             return  # the user has left the job, by jax.distributed.shutdown()
         if os.getpid() != self.pid:
             return
+        error = getattr(sys, "last_value", None)  # set before the hook is called
+        if error is not None and sys.excepthook != self._on_uncaught and self._is_end(error):
+            begin_to_end()  # another hook, which did not call ours, has printed it
+            _end_after(error)
         self._watch.come_to_the_end()
         try:
             _wait_for_all(joined)

@@ -38,6 +38,8 @@ from distjax.errors import as_part, message
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
 #: How many marks process 0 handles per second.
 _MARKS_PER_SECOND = 128
+#: How often in `step_deadline` a process shows that its Python runs.
+_BEATS = 4
 #: A launch that has not returned for this long, and for this many looks, is running, not refused.
 _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
@@ -65,6 +67,7 @@ class Watch:
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
         self._excused = 0.0  # when a process that others wait for was last seen at work
+        self._heard: dict[int, tuple[Mark, float]] = {}  # the marks of such processes, since when
 
     def start(self) -> None:
         """Starts the thread."""
@@ -89,7 +92,8 @@ class Watch:
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
         raising = unwinding.look(self._calls.count)
-        own = mark_of(self._calls, at, blocked, self._is_at_end, raising)
+        beat = int(now * _BEATS / self._job.timeouts.step_deadline)
+        own = mark_of(self._calls, at, blocked, self._is_at_end, raising, beat)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -133,10 +137,23 @@ class Watch:
             return
         number, since = awaited
         marks = {**hear(self._job), self._job.process_id: own}
-        if any(mark.is_busy for mark in marks.values() if mark.count < number):
+        behind = {i: mark for i, mark in marks.items() if mark.count < number}
+        if any(mark.is_busy and self._is_alive(i, mark, now) for i, mark in behind.items()):
             self._excused = now
         elif now - max(since, self._excused) > deadline:
             self._end(STUCK, self._stuck_text(number, marks))
+
+    def _is_alive(self, process: int, mark: Mark, now: float) -> bool:
+        """Returns whether a process has reported within the deadline.
+
+        One that C code keeps from running Python (it holds the lock of the interpreter) was at
+        work when it last did, for ever.
+        """
+        former, since = self._heard.get(process, (None, now))
+        if former is None or (former, former.beat) != (mark, mark.beat):
+            since = now
+        self._heard[process] = mark, since
+        return now - since <= self._job.timeouts.step_deadline
 
     def _end_if_callback_failed(self, now: float, own: Mark, blocked: Call | None) -> None:
         """Ends the job if a callback has raised, and the launch in flight then does not end.

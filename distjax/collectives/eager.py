@@ -87,11 +87,11 @@ def record_completion(completion: jax.Array, launch: int) -> None:
     _newer.append(completion)
     if launch and not awaiting:
         return
-    awaiting.append(None)
     try:
+        awaiting.append(None)
         _await_older()
     finally:
-        awaiting.pop()
+        awaiting.clear()  # with what an exception in a signal handler left here once
     if launch == 0:
         _older[:] = ends = _newer[:]
         del _newer[: len(ends)]  # not those that other threads have added since

@@ -178,6 +178,7 @@ def _reduce_elsewhere(
                 "function(lambda ctx: x / len(strategy.extended.worker_devices))",
             )
         )
+    _record_lone_value(extended, f"reduce({op.name})", leaf)
     if not axes:
         return leaf
     array = np.asarray(leaf)
@@ -189,6 +190,12 @@ def _reduce_elsewhere(
     total = module.sum(array, axis=axes, dtype=dtype)
     require_held(total, "reduce(SUM)")
     return jnp.asarray(total)
+
+
+def _record_lone_value(extended: ExtendedForVariables, method: str, leaf: PyTree) -> None:
+    """Records a value that stays as it is: over processes, it has to be that of all of them."""
+    if extended.topology.spans_processes and not jax_compat.tracing():
+        record_write(f"{method} of a value of the host", leaf)
 
 
 def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
@@ -272,6 +279,9 @@ def gather(extended: ExtendedForVariables, value: PyTree, axis: int) -> Any:
         require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
     varying = tuple(x.varying for x in found)
     gathered = iter(_call(extended, "GATHER", gather_arrays, found, varying, axis))
+    for x, leaf in zip(global_values, leaves, strict=True):
+        if x is None:
+            _record_lone_value(extended, "gather", leaf)
     outs = [
         next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
     ]

@@ -300,6 +300,19 @@ def test_a_difference_at_the_end_is_what_all_of_them_say(meet_with, monkeypatch,
     assert text in capsys.readouterr().err
 
 
+def test_an_exception_that_a_later_hook_has_printed_is_the_end_all_the_same(meet_with, monkeypatch):
+    """Such as that of `rich.traceback.install()`, which calls no former one."""
+    meet = meet_with(make_job(fail_to_meet))
+    monkeypatch.setattr(sys, "last_value", ValueError("mine"), raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "excepthook", lambda *args: None)
+        with pytest.raises(Ended) as end:
+            meet()
+        assert end.value.args == (70, "ValueError: mine", 71)
+    with pytest.raises(Ended, match="71"):
+        meet()  # what ours has not ended is none of this program's
+
+
 def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     """Process 0 waits for those who have not come."""
     came, waited = [0], []
@@ -423,6 +436,23 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
         "  Fix: look at what that process said; start the job again",
     ]
     assert "another reason" not in said
+
+
+def test_who_ends_of_what_another_has_left_undone_says_why_that_one_left(processes, capsys):
+    """An error of gloo names no process; it may come before the watch has heard of the other."""
+    jobs, _ = processes
+    jobs = [dataclasses.replace(job, num_processes=1) for job in jobs]  # nobody is awaited
+    departure.leave(jobs[2], 70, "ValueError: mine")
+    departure.leave(jobs[1], 70, "ValueError: its own")
+    assert capsys.readouterr().err == ""
+    departure.leave(jobs[1], 71, "Gloo: connection closed", is_told=True)
+    assert capsys.readouterr().err == ""
+    departure.leave(jobs[1], 71, "Gloo: connection closed")
+    said = capsys.readouterr().err
+    assert said.startswith("process 1 on b (pid 2) needs all processes of its job.\n")
+    assert "Got: the end of process 2 on c (pid 3): ValueError: mine." in said
+    departure.leave(jobs[2], 71, "Gloo: connection closed")
+    assert capsys.readouterr().err == ""  # it was the first itself
 
 
 def test_at_a_prompt_the_others_end_is_said_and_no_more(processes, monkeypatch, capsys):

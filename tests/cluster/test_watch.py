@@ -285,13 +285,35 @@ def test_who_compiles_is_not_stuck(monkeypatch):
             each.look(now)
 
     launch(processes[0][0], TRAIN, token=Token())
-    for now in (0.0, 700.0, 1500.0):
-        look(now)
+    for now in range(0, 1600, 100):
+        look(float(now))
     at[1] = []
     look(2000.0)  # the mark that it sees first is the former one
     look(2600.0)
     with pytest.raises(Ended, match="needs to complete within step_deadline"):
         look(2600.5)
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_who_was_at_work_when_its_python_stopped_is_stuck(monkeypatch, beats):
+    """C code that keeps the interpreter's lock lets its watch say nothing more."""
+    (ledger, waiting_one), (_, other) = make_processes(2)
+    at_work = (Phase("compiling evaluate", 0.0, is_work=True),)
+
+    def look(each, at, now):
+        monkeypatch.setattr(watch, "phases", lambda: at)
+        each.look(now)
+
+    launch(ledger, TRAIN, token=Token())
+    for now in range(0, 3500, 100):
+        if beats or now < 300:
+            look(other, at_work, float(now))
+        if not beats and now > 1900:  # for the step, then for a word of the other, and again
+            with pytest.raises(Ended, match="Got: process 1 on .*: 0 calls, compiling evaluate"):
+                look(waiting_one, (), float(now))
+            break
+        look(waiting_one, (), float(now))
+    assert beats == (now == 3400)
 
 
 def test_a_phase_has_a_bound(monkeypatch, ends):
@@ -473,6 +495,8 @@ def test_a_mark_as_text_and_back():
     launch(ledger, TRAIN, Launch("evaluate", 5, 3))
     mark = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)], None, False)
     assert parse_mark(as_text(mark)) == mark
+    later = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)], None, False, beat=7)
+    assert later == mark and parse_mark(as_text(later)).beat == 7
     assert mark.describe() == "2 calls, compiling step"
     assert find_difference(mark, ledger, mark) is None
 

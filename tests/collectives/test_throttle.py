@@ -13,6 +13,7 @@ import distjax as dj
 from distjax import jax_compat
 from distjax.collectives import eager
 from distjax.program import launch
+from tests.interrupts import in_codes, interrupted
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])
@@ -163,6 +164,20 @@ def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(lambda: [eager.throttle(token) for token in tokens]).result(60)
     assert not eager.awaiting
+
+
+def test_after_an_interrupt_the_next_half_ends_the_waiting(launches):
+    """Else every launch would wait from then on."""
+    frames = in_codes({eager.record_completion.__code__})
+    for n in itertools.count(1):
+        call = lambda: [eager.throttle(Token()) for _ in range(2 * HALF)]
+        is_over = interrupted(call, n, frames).line is None
+        for _ in range(HALF):
+            eager.throttle(Token())
+        assert not eager.awaiting
+        if is_over:
+            break
+    assert n > 10
 
 
 @pytest.mark.parametrize("in_job", [False, True])

@@ -77,6 +77,16 @@ finally:
         sit_there()
 """
 
+#: A hook of the user's that calls no former one has printed it; the others are in a collective.
+ANOTHER_HOOK = """
+if I == 1:
+    sys.excepthook = lambda kind, error, trace: print("Traceback of", repr(error))
+for _ in range(20):
+    strategy.run(step, args=(np.ones(2, np.float32),))
+    if I == 1:
+        raise ValueError("mine")
+"""
+
 #: All raise it; the one that comes to its end first tells the others.
 OF_ALL = """
 try:
@@ -93,6 +103,7 @@ OWN_ERRORS = {
     "jax.debug.callback": (OF_DEBUG, 2, 600.0, 71),
     "a data source": (OF_DATA, 1, 600.0, 71),
     "between two steps": (BETWEEN_STEPS, 1, 3.0, 76),
+    "with another hook": (ANOTHER_HOOK, 1, 600.0, 71),
     "of all": (OF_ALL, 1, 600.0, 70),
 }
 

@@ -68,6 +68,8 @@ OTHER_DIGITS = KNOWN + "strategy.run(count, args=((1, 11), (11, 1))[I])\n" + GO_
 OTHER_OPERATION = KNOWN + "strategy.reduce(('sum', 'mean')[I], x)\n" + GO_ON
 ASSIGNED = "w.assign(1.0 + I)\n" + GO_ON
 BROADCAST = "strategy.extended.broadcast_to(np.float32(I))\n" + GO_ON
+MEAN_OF_OWN = "strategy.reduce('mean', {'loss': float(I), 'rows': 4})\n" + GO_ON
+GATHER_OF_OWN = "strategy.gather(np.full(2, I, np.float32), axis=0)\n" + GO_ON
 PUT = (
     """
 from flax import nnx
@@ -101,6 +103,8 @@ TABLE = {
     "a module of another seed": at_meetings.another_seed_of_a_plain_module,
     "a value of its own put into a module": (PUT, "a write of Linear.bias of arguments "),
     "a number of its own broadcast": (BROADCAST, ": broadcast_to of arguments "),
+    "a mean of numbers of their own": (MEAN_OF_OWN, ": reduce(MEAN) of a value of the host of "),
+    "a gather of arrays of their own": (GATHER_OF_OWN, ": gather of a value of the host of "),
 }
 BETWEEN_MEETINGS = {row: end for row, end in TABLE.items() if isinstance(end, tuple)}
 

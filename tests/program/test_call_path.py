@@ -37,8 +37,12 @@ def passed(call, package=PACKAGE):
 
 @pytest.fixture(autouse=True)
 def nothing_in_flight(monkeypatch):
-    """Every eighth program in flight waits for an earlier one, which would be counted."""
+    """Every eighth program in flight waits for an earlier one, which would be counted.
+
+    So do all while another thread waits, say one that an earlier test has left.
+    """
     monkeypatch.setattr(launch, "count_launch", itertools.repeat(1).__next__)
+    monkeypatch.setattr(launch, "awaiting", [])
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from distjax.data.elements import HostTree, checksum_of, read_element
 from distjax.errors import BatchError, describe_value, message
 from distjax.interrupts import interrupts
-from distjax.typing import DatasetLike
+from distjax.typing import DatasetLike, PyTree
 
 _SAVED = ("delivered", "consumed", "full_size", "checksum", "epoch", "source", "before")
 
@@ -121,6 +121,14 @@ def keeps_position(source: object) -> bool:
     )
 
 
+class _Stateful(Protocol):
+    """An iterator of which `keeps_position` is true."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def set_state(self, state: PyTree, /) -> object: ...
+
+
 class Epochs:
     """A user's dataset, which is iterated once an epoch.
 
@@ -144,9 +152,9 @@ class Epochs:
         if not callable(getattr(self.dataset, "set_epoch", None)):
             return _open(self.dataset), None
         if epoch is None:
-            shown = getattr(self.dataset, "epoch", None)
-            is_told = type(shown) is int and shown >= 0 and shown != self._told
-            epoch = shown if is_told else self._next
+            epoch, shown = self._next, getattr(self.dataset, "epoch", None)
+            if type(shown) is int and shown >= 0 and shown != self._told:
+                epoch = shown
         self.tell(epoch)
         iterator = _open(self.dataset)
         self._next = epoch + 1
@@ -332,7 +340,7 @@ def _drop_before(position: Position, numbered: Numbered) -> None:
     drop(numbered, position.consumed, needed, size, position.checksum)
 
 
-def _require_same_last(source: Any, position: Position) -> None:
+def _require_same_last(source: _Stateful, position: Position) -> None:
     """Raises a ValueError if a source with a state gives another last element now: see `drop`.
 
     It is set to its state before that element, and reads it.

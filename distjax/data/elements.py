@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -189,6 +191,10 @@ def _fix_of(leaf: PyTree) -> str:
             "jax.random.key_data(keys) in the dataset, and jax.random.wrap_key_data(data) in the "
             "step; or a key beside the batch, and dj.get_replica_context().fold_in(key) in the step"
         )
+    if isinstance(leaf, Mapping):
+        return "a dict in its place, in the dataset: dict(batch)"
+    if dataclasses.is_dataclass(leaf):
+        return f"make it a pytree, once: jax.tree_util.register_dataclass({type(leaf).__name__})"
     return "turn it into a dense array (padded, or as ids) in the dataset"
 
 

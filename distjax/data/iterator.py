@@ -158,8 +158,9 @@ class DistributedIterator:
         returned), "consumed" (elements of the dataset used for them), "full_size"
         (of the first batch), "checksum" (of the last element used), "epoch" (if the
         dataset has ``set_epoch``); plus "source", the state of the dataset's own iterator
-        if it has ``get_state`` and ``set_state``, as grain's do. If each process of
-        a job reads its own data, "process" is this process's number and the total.
+        if it has ``get_state`` and ``set_state``, as grain's do, and "before", where that
+        was before the last element. If each process of a job reads its own data, "process"
+        is this process's number and the total.
 
         Example:
           >>> batches = [np.full(2, i) for i in range(4)]
@@ -184,7 +185,8 @@ class DistributedIterator:
         """Moves to the position just after the element that had `state`.
 
         Iterates the dataset again, in the epoch of the state, and skips what came before; or
-        restores the state of the dataset's own iterator.
+        restores the state of the dataset's own iterator, of which only the last element taken
+        is read again.
 
         Raises:
           ValueError: not a state; a dataset that is too short, cannot be iterated

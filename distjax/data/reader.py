@@ -1,9 +1,10 @@
 """Reader: reads a user's dataset element by element, from any position on.
 
 A position is reached in one of two ways. An iterator with `get_state` and `set_state`, such as
-grain's, is set to its own state. Any other is read again from its beginning, and what had been used
-is dropped; the last of it has to be the element that was last when the position was saved. A
-dataset with `set_epoch` is told which epoch it is.
+grain's, is set to its own state: first to the one before the last element, which is read again.
+Any other is read again from its beginning, and what had been used is dropped. Either way, the last
+one read again has to be the element that was last when the position was saved. A dataset with
+`set_epoch` is told which epoch it is.
 
 What a source gives is numbered by `enumerate` as it is read, so that a Ctrl-C that loses an element
 on its way leaves the count right.
@@ -21,14 +22,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from distjax.data.elements import HostTree, checksum_of, read_element
 from distjax.errors import BatchError, describe_value, message
 from distjax.interrupts import interrupts
-from distjax.typing import DatasetLike
+from distjax.typing import DatasetLike, PyTree
 
-_SAVED = ("delivered", "consumed", "full_size", "checksum", "epoch", "source")
+_SAVED = ("delivered", "consumed", "full_size", "checksum", "epoch", "source", "before")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Position:
       checksum: of the last one used; None: none was used, or it is not known.
       epoch: which one, of a dataset with ``set_epoch``.
       source: the state of a source iterator with `get_state` and `set_state`.
+      before: "source" and "consumed" of the position before, from which the last one used is read
+        again; None: there is none, or no state of the source.
       example: the last example read, leaves [1, ...], for padding; not saved.
       is_resumed: whether the source went here by its own state; not saved.
     """
@@ -52,6 +55,7 @@ class Position:
     checksum: int | None = None
     epoch: int | None = None
     source: Any = None
+    before: Any = None
     example: HostTree | None = None
     is_resumed: bool = False
 
@@ -117,6 +121,14 @@ def keeps_position(source: object) -> bool:
     )
 
 
+class _Stateful(Protocol):
+    """An iterator of which `keeps_position` is true."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def set_state(self, state: PyTree, /) -> object: ...
+
+
 class Epochs:
     """A user's dataset, which is iterated once an epoch.
 
@@ -134,11 +146,15 @@ class Epochs:
         """Returns a new iterator and its epoch; None if the dataset has no `set_epoch`.
 
         Args:
-          epoch: which one; None: the one after the last that began.
+          epoch: which one; None: the one that the user has told the dataset meanwhile, if its
+            attribute `epoch` shows it; else the one after the last that began.
         """
         if not callable(getattr(self.dataset, "set_epoch", None)):
             return _open(self.dataset), None
-        epoch = self._next if epoch is None else epoch
+        if epoch is None:
+            epoch, shown = self._next, getattr(self.dataset, "epoch", None)
+            if type(shown) is int and shown >= 0 and shown != self._told:
+                epoch = shown
         self.tell(epoch)
         iterator = _open(self.dataset)
         self._next = epoch + 1
@@ -222,8 +238,12 @@ class Reader:
         except StopIteration:
             self._require_not_ended_before()
             raise
-        number = self.position.delivered + 1
-        self.position = dataclasses.replace(position, delivered=number, source=self._own_state())
+        former, source, before = self.position, self._own_state(), None
+        if source is not None and former.source is not None:
+            before = {"source": former.source, "consumed": former.consumed}
+        self.position = dataclasses.replace(
+            position, delivered=former.delivered + 1, source=source, before=before
+        )
         return HostElement(tree, self.position)
 
     def _own_state(self) -> Any:
@@ -268,20 +288,26 @@ class Reader:
         elif not is_set:
             self._epochs.tell(epoch)
             _drop_before(position, numbered)
-        with interrupts.held():  # an iterator that this reader reads from moves with it
+        moved = dataclasses.replace(position, epoch=epoch, is_resumed=is_set)
+        former = copy.deepcopy(iterator.get_state()) if is_set else None
+        try:
             if is_set:
-                former = copy.deepcopy(iterator.get_state())
-                try:
+                _require_same_last(iterator, position)
+            with interrupts.held():  # an iterator that this reader reads from moves with it
+                if is_set:
                     iterator.set_state(copy.deepcopy(position.source))
-                except BaseException:
+                    numbered = enumerate(iterator, position.consumed)
+                self._iterator, self._numbered, self._epoch = iterator, numbered, epoch
+                self._to_drop, self._is_unread = to_drop, to_drop is not None
+                self._has_ended = False
+                self.position = moved
+                self.ahead.clear()
+                on_moved()
+        except BaseException:  # a Ctrl-C that was held comes when all has moved
+            if is_set and self.position is not moved:
+                with interrupts.held():
                     iterator.set_state(former)
-                    raise
-                numbered = enumerate(iterator, position.consumed)
-            self._iterator, self._numbered, self._epoch = iterator, numbered, epoch
-            self._to_drop, self._is_unread, self._has_ended = to_drop, to_drop is not None, False
-            self.position = dataclasses.replace(position, epoch=epoch, is_resumed=is_set)
-            self.ahead.clear()
-            on_moved()
+            raise
 
     def _iterator_for(self, position: Position) -> tuple[Any, int | None]:
         """Returns an iterator from which a position can be reached, and its epoch."""
@@ -312,6 +338,16 @@ def _drop_before(position: Position, numbered: Numbered) -> None:
     """Drops the elements before a position: see `drop`."""
     needed, size = "set_state needs a dataset", position.full_size
     drop(numbered, position.consumed, needed, size, position.checksum)
+
+
+def _require_same_last(source: _Stateful, position: Position) -> None:
+    """Raises a ValueError if a source with a state gives another last element now: see `drop`.
+
+    It is set to its state before that element, and reads it.
+    """
+    if position.before is not None:
+        source.set_state(copy.deepcopy(position.before["source"]))
+        _drop_before(position, enumerate(source, position.before["consumed"]))
 
 
 def drop(
@@ -364,8 +400,9 @@ def _other_text(needed: str, count: int) -> str:
         got=f"another order, or other values, than when the state was taken, from {count} elements "
         "that were read again",
         why="the loop would go on elsewhere: some examples would come twice, others never",
-        fix="let the dataset derive its order, and all that it draws, from the epoch: def "
-        "set_epoch(self, epoch): self.random = np.random.default_rng((self.seed, epoch)); or "
+        fix="let the dataset derive its order, and all that it draws, from its own state if it "
+        "has one, else from the epoch: def set_epoch(self, epoch): self.random = "
+        "np.random.default_rng((self.seed, epoch)); or "
         "begin the epoch again: leave the iterator out, "
         "checkpointer.restore(tree without it, partial=True)",
     )

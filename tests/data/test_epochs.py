@@ -90,6 +90,25 @@ def test_a_position_of_a_version_before_is_of_the_iterator_s_epoch():
     assert firsts(PAIR, iterator) == order(1)[2:]
 
 
+@STRATEGIES
+def test_an_epoch_that_the_user_tells_the_dataset(s):
+    """As loops over streams do that begin again at an epoch, if `dataset.epoch` shows it."""
+    dataset = s.distribute_dataset(source := Shuffled())
+    for epoch in (3, 4, 7):
+        source.set_epoch(epoch)
+        assert firsts(s, dataset) == order(epoch)
+    iterator = iter(dataset)  # nobody has told it
+    assert iterator.get_state()["epoch"] == 8
+    assert firsts(s, iterator) == order(8)
+
+
+@pytest.mark.parametrize("shown", [None, -1, 2.0, True])
+def test_an_attribute_that_is_no_epoch(shown):
+    source = Shuffled()
+    source.epoch = shown
+    assert firsts(PAIR, PAIR.distribute_dataset(source)) == order(0)
+
+
 # -- what cannot be iterated again -----------------------------------------------
 
 

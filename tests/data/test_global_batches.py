@@ -1,5 +1,8 @@
 """distribute_dataset: batches [G, ...] become [G / R, ...] on each replica."""
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -304,6 +307,29 @@ def test_empty_trees(pair, empty):
 def test_leaves_that_are_no_numbers(pair, leaf):
     text = refused(pair, {"x": leaf})
     assert text.startswith("batch 1 needs arrays of numbers, leaf ['x'] is not an array.")
+
+
+class Encoded(collections.UserDict):
+    """As tokenizers return: a mapping that JAX takes for a leaf."""
+
+
+def test_containers_that_jax_does_not_look_into(pair):
+    """Each fix, as code, works."""
+
+    @dataclasses.dataclass
+    class Example:
+        x: np.ndarray
+
+    x = np.arange(4)
+    fix = "  Fix: a dict in its place, in the dataset: dict(batch)"
+    assert refused(pair, Encoded(x=x)).endswith(fix)
+    (element,) = pair.distribute_dataset([dict(Encoded(x=x))])
+    assert local(pair, element["x"]) == [[0, 1], [2, 3]]
+    fix = "  Fix: make it a pytree, once: jax.tree_util.register_dataclass(Example)"
+    assert refused(pair, Example(x)).endswith(fix)
+    jax.tree_util.register_dataclass(Example)
+    (element,) = pair.distribute_dataset([Example(x)])
+    assert local(pair, element.x) == [[0, 1], [2, 3]]
 
 
 def test_leaves_whose_conversion_fails_keep_the_cause(pair):

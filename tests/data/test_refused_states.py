@@ -203,12 +203,16 @@ def make_from_function(strategy, data, options):
 @pytest.mark.parametrize("make", [dj.Strategy.distribute_dataset, make_from_function])
 @pytest.mark.parametrize(("partial", "size"), [("drop", 2), ("drop", 8), ("pad", 8), ("error", 8)])
 def test_batches_of_another_size_of_a_source_with_a_state(make, partial, size):
-    """It went to its own position, so that its first batch is not read again."""
+    """A position of a version before went to the source's own, and read no batch again."""
     options = dj.InputOptions(partial)
     iterator = iter(make(PAIR, Batched([4] * 8), options))
     next(iterator)
+    state = iterator.get_state()
     resumed = iter(make(PAIR, Batched([size] * 8), options))
-    resumed.set_state(iterator.get_state())
+    with pytest.raises(ValueError, match="^set_state needs a dataset with 4 examples in a full"):
+        resumed.set_state(state)
+    del state["before"]
+    resumed.set_state(state)
     with pytest.raises(BatchError, match="needs 4 examples in a full batch, as when the state"):
         list(resumed)
 
@@ -221,6 +225,58 @@ def test_smaller_batches_after_a_state_of_the_source(rest):
     resumed = iter(PAIR.distribute_dataset(Batched([4, *rest]), options))
     resumed.set_state(iterator.get_state())
     assert len(list(resumed)) == rest.count(4)
+
+
+# -- other elements of a source with a state -------------------------------------
+
+
+class Drawn(Counting):
+    """Counting in an order that a seed decides, with another element in each place."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.order = np.roll(np.random.default_rng(0).permutation(LENGTH), seed)
+
+    def __next__(self):
+        return self.order[super().__next__()]
+
+
+class DrawnAgain:
+    """A new Drawn for each iteration."""
+
+    def __init__(self, seed=0):
+        self.seed = seed
+
+    def __iter__(self):
+        return Drawn(self.seed)
+
+
+@pytest.mark.parametrize("make", [dj.Strategy.distribute_dataset, make_from_function])
+@pytest.mark.parametrize("source", [Drawn, DrawnAgain])
+@pytest.mark.parametrize("taken", range(4))
+def test_a_source_with_a_state_that_goes_on_elsewhere(make, source, taken):
+    """The last element taken is read again, and compared; what is refused changes nothing."""
+    options = dj.InputOptions("pad")
+    iterator = iter(make(PAIR, source(), options))
+    for _ in range(taken):
+        next(iterator)
+    state = iterator.get_state()
+    left = [x.data.stacked.tolist() for x in iterator]
+    other = iter(make(PAIR, source(seed=1), options))
+    resumed = iter(make(PAIR, source(), options))
+    for _ in range(2):
+        if taken:
+            before = other.get_state()
+            with pytest.raises(ValueError) as error:
+                other.set_state(state)
+            text = str(error.value)
+            assert text.startswith("set_state needs a dataset that gives the same elements again")
+            assert "from its own state if it has one" in text and other.get_state() == before
+        resumed.set_state(state)
+        assert resumed.get_state() == state
+        assert [x.data.stacked.tolist() for x in resumed] == left
+    whole = [x.data.stacked.tolist() for x in iter(make(PAIR, DrawnAgain(1), options))]
+    assert [x.data.stacked.tolist() for x in other] == whole
 
 
 # -- sources whose iteration has an effect ---------------------------------------

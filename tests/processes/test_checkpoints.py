@@ -264,7 +264,7 @@ def go_on_within_a_sampler(directory, kind):
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_sampler_goes_on_on_any_number_of_processes(group, tmp_path, kind):
-    """By its own state: nothing before it is read again."""
+    """By its own state: of what was before it, only the last is read again."""
     if kind == "grain":
         pytest.importorskip("grain", reason="grain is an optional dependency")
     of_two, of_one = str(tmp_path / "two"), str(tmp_path / "one")
@@ -272,7 +272,7 @@ def test_a_sampler_goes_on_on_any_number_of_processes(group, tmp_path, kind):
     assert left == again and len(left) == 4
     on_one, read = go_on_within_a_sampler(of_two, kind)
     assert on_one == left
-    assert kind == "grain" or read == ByIndex(7).order[3:].tolist()
+    assert kind == "grain" or read == ByIndex(7).order[2:].tolist()
     assert group.call(go_on_within_a_sampler, of_two, kind) == [(left, read)] * 2
     strategy = dj.MirroredStrategy(jax.devices()[:4])
     data = iter(strategy.distribute_dataset(SAMPLED[kind](7)))

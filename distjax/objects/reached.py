@@ -407,7 +407,7 @@ class _Search:
         return id(value) in self._touched or is_compared_whole(value)
 
     def _find_vacant(self) -> tuple[list[tuple[int, str, Any]], set[int]]:
-        """Returns the references to None, and containers without variables, where the code may look.
+        """Returns references to None, and containers without variables, where the code may look.
 
         Those are where it names them, and in containers that it names. Of containers without
         variables, the empty ones and those of modules, to which one may be added.

@@ -112,7 +112,7 @@ def test_what_a_loop_goes_on_to_is_no_loss(pair):
     @dj.jit
     def step():
         for v in variables:
-            pair.run(lambda: v.assign_add(1.0))
+            pair.run(lambda: v.assign_add(1.0))  # noqa: B023
 
     step()
     step()

@@ -365,12 +365,13 @@ class _AxisFlow(Flow[Axis]):
 
         What such a scan carries is made of all rows: one value.
         """
-        num_carry = eqn.params["num_carry"]
-        if 0 not in jax_compat.split_scan_inputs(eqn, ins)[2]:
+        _, start, xs = jax_compat.split_scan_inputs(eqn, ins)
+        if 0 not in xs:
             return super()._scan(eqn, ins)
         if _ROW in ins:
             return [MIXED] * len(eqn.outvars)
-        carry, ys = (outs := super()._scan(eqn, ins))[:num_carry], outs[num_carry:]
+        outs = super()._scan(eqn, ins)
+        carry, ys = outs[: len(start)], outs[len(start) :]
         carry = [None if axis == _ROW else axis for axis in carry]
         return [*carry, *(0 if axis == _ROW else axis for axis in ys)]
 

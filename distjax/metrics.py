@@ -32,6 +32,7 @@ from distjax.errors import BatchError, describe_value, message
 from distjax.masks import broadcast_mask
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
+from distjax.placement.transfer import require_held
 from distjax.strategies.values import is_mirrored
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import rounded
@@ -329,7 +330,11 @@ class Accuracy(Metric):
 
 
 def _require_numbers(values: object, name: str) -> None:
-    """Raises a TypeError if `values`, for the metric of this name, cannot be an array."""
+    """Raises a TypeError if `values`, for the metric of this name, cannot be an array.
+
+    An OverflowError for host integers that JAX cannot hold.
+    """
+    require_held(values, f"update of metric {name!r}")
     if not (values is None or isinstance(values, (str, bytes, Mapping))):
         return
     raise TypeError(

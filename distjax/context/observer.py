@@ -53,9 +53,16 @@ class Observer(Protocol):
     collects_findings: bool
 
     def on_program(
-        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+        self,
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        results: Sequence[Proof],
+        facts: Sequence[Any],
     ) -> None:
-        """A cross-replica function was traced: its variables and its array results."""
+        """A cross-replica function was traced: its variables and its array results.
+
+        `facts` is what `TraceHooks.describe` says of the results.
+        """
         ...
 
     def on_run(

@@ -38,6 +38,7 @@ from distjax.diagnostics.explanation import (
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
 from distjax.jax_compat import Literal
+from distjax.lint.between_runs import is_own
 from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
@@ -128,9 +129,7 @@ def explain(
     arguments = _arguments(fn, args, kwargs)
     return Explanation(
         name=function_name(fn),
-        arguments={
-            path: "T" if isinstance(leaf, PerReplica) else "M" for path, leaf in arguments.items()
-        },
+        arguments={path: notes.letter(leaf) for path, leaf in arguments.items()},
         results=dict(notes.results),
         runs=tuple(notes.runs),
         variables=_variables(notes),
@@ -382,10 +381,26 @@ class Notes:
         self.merge_lines: list[str] = []
         self._open_merges: list[int] = []
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one replica ran the step, which is then explained as for several."""
+        return bool(self.runs) and all(run.num_replicas == 1 for run in self.runs)
+
+    def letter(self, value: PyTree) -> str:
+        """Returns the letter of an argument."""
+        return "T" if isinstance(value, PerReplica) or (self.is_alone and is_own(value)) else "M"
+
     def on_program(
-        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+        self,
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        results: Sequence[Proof],
+        facts: Sequence[Any],
     ) -> None:
         """Records the variables and results of the whole program."""
+        if self.is_alone:
+            differ = (fact is not None and fact.differs for fact in facts)
+            results = [(path, x or y) for (path, x), y in zip(results, differ, strict=False)]
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
     def on_run(

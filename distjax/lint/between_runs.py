@@ -21,7 +21,7 @@ from distjax.context.reporting import STATE, Finding, num_reported, report
 from distjax.errors import LocalityWarning, message
 from distjax.jax_compat import JaxprEqn
 from distjax.lint import findings
-from distjax.lint.facts import DIFFERS, Fact, FactWalk, Site, SiteRecord, Where
+from distjax.lint.facts import DIFFERS, EQUAL, Fact, FactWalk, Site, SiteRecord, Where
 from distjax.lint.findings import ALONE, expected_state_fix, state_why
 from distjax.lint.rules import follow
 from distjax.placement.per_replica import PerReplica
@@ -60,6 +60,13 @@ def remember_own(tree: PyTree) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, (jax.Array, np.ndarray)):
             _store(leaf, DIFFERS)
+
+
+def remember_equal(values: Sequence[Any]) -> None:
+    """Remembers that arrays of which nothing is known would be equal on several replicas."""
+    for value in values:
+        if isinstance(value, jax.Array) and recall(value) is None:
+            _store(value, EQUAL)
 
 
 def is_own(value: PyTree) -> bool:

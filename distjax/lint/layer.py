@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.expectation import reason_in
+from distjax.errors import DivergenceError
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.lint.between_runs import (
     Feedback,
     follow_between_runs,
     recall,
     remember,
+    remember_equal,
     remember_own,
 )
 from distjax.lint.examine import (
@@ -61,11 +64,15 @@ class Lint(TraceHooks):
         if run.topology.num_replicas == 1:  # they would differ if there were more
             pairs = zip(run.values, facts, strict=True)
             remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
+            if frames.observer() is not None:
+                remember_equal(run.values)
 
     def on_reduced(
         self, op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
     ) -> None:
         """Follows facts through a reduction between two runs."""
+        if topology.num_replicas == 1:
+            _tell_of_equal_reduction(op, arrays)
         follow_between_runs(op, arrays, outs, topology)
 
     def on_lone_value(self, tree: PyTree) -> None:
@@ -87,13 +94,14 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
     is_alone = topology.num_replicas == 1
     count = run.num_own
     env = examine(traced.jaxpr, traced.written, given, topology, own=count, results=len(results))
-    _tell_observer(run, {} if is_alone else env)
     outvars = traced.jaxpr.outvars[: len(results)]
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
     inputs = [env[v] for v in traced.jaxpr.invars]
     if is_alone:
         given = given._replace(values=as_if_several(given.values, inputs))
         results = as_if_several(results, facts)
+        run = run._replace(given=given, results=results)
+    _tell_observer(run, env)
     known, meant = (inputs, facts), run.expectations
     if not check_state(run.fn, given, traced.result, results, known, meant, is_alone=is_alone):
         paths = traced.result.paths[:count]
@@ -115,6 +123,19 @@ def _tell_observer(run: TracedRun, env: dict[Any, Any]) -> None:
     why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
     proved = _proofs(given.paths, given.values), _proofs(traced.result.paths, results)
     observer.on_run(topology, given.name, *proved, why)
+    if topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
+        with contextlib.suppress(DivergenceError):
+            varying = [env[v].differs for v in traced.jaxpr.invars]
+            observer.on_segment(traced.jaxpr, varying, Analysis(topology.axis_name))
+
+
+def _tell_of_equal_reduction(op: str, arrays: Sequence[Any]) -> None:
+    """Tells an observer if one replica reduces what would be equal on several, too."""
+    observer, facts = frames.observer(), list(map(recall, arrays))
+    if observer is None or None in facts or op == "GATHER":
+        return
+    if not all(fact.differs for fact in facts if fact is not None):
+        observer.on_equal_reduction(f"reduce({op.removesuffix('_within')})")
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

@@ -188,7 +188,7 @@ def checking_outer_state(
         _this_thread.checks = []
     try:
         yield
-        check(is_whole_program)
+        check(is_whole_program, is_at_once=True)
         if is_whole_program:
             for inner in _this_thread.checks:
                 inner(True)
@@ -199,9 +199,13 @@ def checking_outer_state(
 
 
 def _require_none_left(
-    fn: Callable[..., Any], before: dict[str, Any], values: set[str], is_whole_program: bool
+    fn: Callable[..., Any],
+    before: dict[str, Any],
+    values: set[str],
+    is_whole_program: bool,
+    is_at_once: bool = False,
 ) -> None:
-    """Raises for what `checking_outer_state` looks for."""
+    """Raises for what `checking_outer_state` looks for; `is_at_once`: as soon as ``fn`` ends."""
     known = set(map(id, before.values()))
     after = _held_values(fn)
     _require_in_place(fn, before, after)
@@ -215,6 +219,8 @@ def _require_none_left(
         if tracer is not None:
             text = leak_text(function_name(fn), path, tracer, is_in_object=is_in_object)
             raise TraceLeakError(text)
+    if is_at_once:  # later, a loop around `fn` may have gone on to another one
+        _require_none_gone(fn, before, after)
 
 
 def _require_in_place(
@@ -230,6 +236,29 @@ def _require_in_place(
         home = homes.get(id(after[path]))
         if home is not None:
             raise TraceLeakError(_exchange_text(function_name(fn), home, path))
+
+
+def _require_none_gone(
+    fn: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Raises if a place no longer has the variable, or the object with variables, that it had.
+
+    No later call would miss it: from there on nothing leads to it. Modules are looked for anew.
+    """
+    for path, value in before.items():
+        is_kept = isinstance(value, StoredVariable) or has_variables(value)
+        if is_kept and after.get(path) is not value:
+            raise TraceLeakError(_gone_text(function_name(fn), path, value))
+
+
+def _gone_text(function: str, path: str, value: PyTree) -> str:
+    return message(
+        f"{function} needs to leave what it captures in its place",
+        got=f"{path} without the {type(value).__name__} that was there before",
+        why="a compiled step does not run its Python code again: it would be taken away in the "
+        "trace, and every later call would go on with it",
+        fix=f"delete or replace {path} between two calls of {function}",
+    )
 
 
 def _exchange_text(function: str, home: str, path: str) -> str:

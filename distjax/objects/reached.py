@@ -14,7 +14,7 @@ of them are not looked at, so that a call pays for what its step reaches.
 
 What is compared: variables, strategies, and states of optimizers by identity; the user's objects
 on the way, too, and the code of functions; the length of containers; and where the code names a
-None or an empty container, that it still is one.
+None or an empty container, that it still is one; of a container of modules, too, the length.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from distjax.objects.stateful import active_bridge
 from distjax.objects.walk import (
     ATOMS,
     CONTAINERS,
@@ -405,9 +406,10 @@ class _Search:
         return id(value) in self._touched or is_compared_whole(value)
 
     def _find_vacant(self) -> tuple[list[tuple[int, str, Any]], set[int]]:
-        """Returns the references to None, and the empty containers, where the code may look.
+        """Returns references to None, and containers without variables, where the code may look.
 
-        Those are where it names them, and in containers that it names.
+        Those are where it names them, and in containers that it names. Of containers without
+        variables, the empty ones and those of modules, to which one may be added.
         """
         named: set[int] = set()
         for edge in self._edges:  # breadth first: a container comes before what it holds
@@ -415,7 +417,12 @@ class _Search:
             if is_container and (edge.holder in named or self._is_named(edge.holder, *edge[1:3])):
                 named.add(edge.value)
         vacant = [each for each in self._vacant if each[0] in named or self._is_named(*each)]
-        return vacant, {number for number in named if not self._values[number]}
+        bridge, values = active_bridge(), self._values
+        empty = {number for number in named if not values[number]}
+        if bridge is not None:
+            inside = (e for e in self._edges if e.holder in named)
+            empty.update(e.holder for e in inside if bridge.is_stateful(values[e.value]))
+        return vacant, empty
 
     def _is_named(self, holder: int, kind: str, key: PyTree) -> bool:
         """Returns whether a reference is one that the code has a name for."""

@@ -28,6 +28,8 @@ from distjax.typing import PyTree
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
 MIXED = -1
+#: In the body of a loop over the axis of the replicas: computed from the row of this turn.
+_ROW = -2
 #: The axis over the replicas; None: the array is one value.
 Axis = int | None
 Shape = tuple[int, ...]
@@ -73,7 +75,7 @@ def stand_in(tracer: PyTree, given: PyTree) -> None:
         name = sharding.mesh.axis_names[0]  # the replicas', in meshes of distjax
         axis = _axis_of_spec(tuple(sharding.spec), sharding.mesh)
         num_replicas = sharding.mesh.shape[name]
-        if num_replicas > 1 and axis is not None and given.shape[axis] == num_replicas:
+        if num_replicas > 1 and axis is not None:  # of R elements, or of the replicas' rows
             note(tracer, num_replicas, axis)
 
 
@@ -180,10 +182,13 @@ def _is_surely_in_front(shape: Shape, new: Shape) -> bool:
     return count not in shape[1:] and count not in new[1:]
 
 
-def _may_hold_all(shape: Shape, new: Shape) -> bool:
-    """Returns whether an array that tree code made may hold all R values, by its shape."""
-    is_large = math.prod(new) >= math.prod(shape)
-    return shape[0] > 1 and (new[:1] == shape[:1] or (len(new) > 0 and is_large))
+def _may_hold_all(shape: Shape, new: Shape, topology: Topology) -> bool:
+    """Returns whether an array that tree code made may hold all R values, by its shape.
+
+    On devices of their own, a layout tells of most; XLA gives what it concatenates to all.
+    """
+    is_large = len(new) > 0 and math.prod(new) >= math.prod(shape)
+    return shape[0] > 1 and (is_large or (topology.mesh is None and new[:1] == shape[:1]))
 
 
 def note_rows(stacked: PyTree, topology: Topology) -> None:
@@ -208,13 +213,12 @@ def is_in_front(child: PyTree, topology: Topology, shape: tuple[int, ...]) -> bo
     if not isinstance(child, (jax.Array, np.ndarray)):
         return False
     if isinstance(child, jax_compat.Tracer):
-        return replica_axis(child, topology) == 0
+        return replica_axis(child, topology) == 0 and child.shape[0] == shape[0]
     if isinstance(child, jax.Array) and (axis := axis_of_layout(child, topology)) is not None:
         return axis == 0
     if _is_surely_in_front(shape, child.shape):
         return True
-    is_untold = topology.mesh is None and isinstance(child, jax.Array)
-    if is_untold and _may_hold_all(shape, child.shape):
+    if isinstance(child, jax.Array) and _may_hold_all(shape, child.shape, topology):
         note(child, topology.num_replicas, MIXED)
     return False
 
@@ -321,7 +325,7 @@ class _AxisFlow(Flow[Axis]):
         if all(axis is None for axis in ins):
             return [None] * len(eqn.outvars)
         outs = zip(super().outputs_of(eqn, ins), eqn.outvars, strict=True)
-        return [axis if _shape_of(v) else None for axis, v in outs]
+        return [axis if _shape_of(v) or axis == _ROW else None for axis, v in outs]
 
     def of_equation(self, eqn: JaxprEqn, ins: list[Axis]) -> Sequence[Axis] | None:
         """Returns the axes by the rule of the primitive."""
@@ -333,26 +337,43 @@ class _AxisFlow(Flow[Axis]):
         rule = _RULES.get(name)
         if rule is None:
             return None
-        if MIXED in ins:
-            return [MIXED] * len(eqn.outvars)
+        if MIXED in ins or _ROW in ins:
+            return self.of_unknown(eqn, ins)
         shapes = list(map(_shape_of, eqn.invars))
         return [rule(params, ins, shapes, _shape_of(v), self._count) for v in eqn.outvars]
 
     def of_unknown(self, eqn: JaxprEqn, ins: list[Axis]) -> Sequence[Axis]:
-        """Returns MIXED, as no rule tells anything."""
-        return [MIXED] * len(eqn.outvars)
+        """Returns MIXED, as no rule tells anything, or that it is of one row."""
+        return [_ROW if _joined(ins) == _ROW else MIXED] * len(eqn.outvars)
 
     def of_predicate(self, eqn: JaxprEqn, predicate: Axis, outs: list[Axis]) -> list[Axis]:
         """Returns MIXED for what a choice among rows decides on."""
-        return outs if predicate is None else [MIXED] * len(outs)
+        if predicate in (None, _ROW):
+            return [self.join(out, predicate) for out in outs]
+        return [MIXED] * len(outs)
 
     def of_slice(self, xs: Axis) -> Axis:
         """Returns the axis of a slice of what a scan runs over."""
-        return _without([0], xs)
+        return _ROW if xs == 0 else _without([0], xs)
 
     def of_stack(self, y: Axis) -> Axis:
         """Returns the axis once results are stacked in front."""
-        return y if y in (None, MIXED) else y + 1
+        return y if y in (None, MIXED, _ROW) else y + 1
+
+    def _scan(self, eqn: JaxprEqn, ins: list[Axis]) -> list[Axis]:
+        """Returns the axes of a scan; over the replicas' axis, what it stacks has a row for each.
+
+        What such a scan carries is made of all rows: one value.
+        """
+        _, start, xs = jax_compat.split_scan_inputs(eqn, ins)
+        if 0 not in xs:
+            return super()._scan(eqn, ins)
+        if _ROW in ins:
+            return [MIXED] * len(eqn.outvars)
+        outs = super()._scan(eqn, ins)
+        carry, ys = outs[: len(start)], outs[len(start) :]
+        carry = [None if axis == _ROW else axis for axis in carry]
+        return [*carry, *(0 if axis == _ROW else axis for axis in ys)]
 
 
 def _axis_of_spec(spec: Sequence[Any], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Axis:
@@ -368,7 +389,7 @@ def _joined(axes: Sequence[Axis]) -> Axis:
 
 def _without(dims: Sequence[int], axis: Axis) -> Axis:
     """Returns where an axis is once other axes are gone; None if it is one of them."""
-    if axis is None or axis == MIXED:
+    if axis is None or axis < 0:
         return axis
     return None if axis in dims else axis - sum(d < axis for d in dims)
 
@@ -392,7 +413,7 @@ def _elementwise(
 ) -> Axis:
     axis = _joined(axes)
     taken = [s for s, a in zip(shapes, axes, strict=True) if a is not None]
-    is_kept = axis is not None and axis != MIXED and out[axis] == count
+    is_kept = axis is not None and axis != MIXED and out[axis] % count == 0
     return axis if is_kept and all(len(s) == len(out) for s in taken) else MIXED
 
 

@@ -27,7 +27,7 @@ from distjax.objects.reached import Reached
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import AuxData, PerReplica, with_aux
 from distjax.placement.rows import stand_in
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import require_held, transfer
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax.replica.hooks import trace_hooks
@@ -471,6 +471,8 @@ def discover(
         with frames.with_frame(step.frame(state)) as entered:
             result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
             partitioned = PartitionedTree(result, _is_result)
+            for leaf in partitioned.leaves:
+                require_held(leaf, f"a result of {step.name}")
         topology = entered.strategy.extended.topology
         leaves = partitioned.take_leaves()
         facts = trace_hooks().describe(leaves)
@@ -507,7 +509,8 @@ def discover(
     _require_no_baked_state(consts)
     observer = frames.observer()
     if observer is not None:
-        observer.on_program(discovered.reads, discovered.writes, discovered.results)
+        results, facts = discovered.results, discovered.facts
+        observer.on_program(discovered.reads, discovered.writes, results, facts)
     return discovered
 
 

@@ -16,6 +16,7 @@ from weakref import ref
 import jax
 
 from distjax import jax_compat, user_lines
+from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
@@ -189,7 +190,7 @@ def record_new_function(fn: Callable[..., Any], strategy: StrategyLike) -> Calla
       A callback for the function's second call, which ends the streak.
     """
     code = _code_of(fn)
-    if code is None:
+    if code is None or frames.observer() is not None:  # `dj.explain` traces a function anew
         return lambda: None
     streak: _Streak = _streaks.get(code)
     streak.add(strategy)

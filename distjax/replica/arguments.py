@@ -17,6 +17,7 @@ import numpy as np
 
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.transfer import require_held
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
@@ -256,6 +257,18 @@ class PartitionedTree:
         for i, leaf in zip(self._where, leaves, strict=True):
             combined[i] = leaf
         return combined
+
+
+def partition_result(result: PyTree, name: str) -> PartitionedTree:
+    """Returns the result of the function called `name`, partitioned into arrays and objects.
+
+    Raises:
+      OverflowError: host integers, made in the function, that JAX cannot hold.
+    """
+    partitioned = PartitionedTree(result, is_array)
+    for leaf in partitioned.leaves:
+        require_held(leaf, f"a result of {name}")
+    return partitioned
 
 
 def is_static(value: object) -> bool:

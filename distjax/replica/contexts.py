@@ -23,6 +23,7 @@ from distjax.errors import (
     message,
 )
 from distjax.placement.per_replica import PerReplica, require_local
+from distjax.placement.transfer import require_held
 from distjax.replica.arguments import add_merge_note, require_call
 from distjax.replica.merge import UserMerge, bind_merge
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
@@ -223,6 +224,7 @@ def _is_leaf(value: object) -> bool:
 def _local_array(value: PyTree, method: str) -> jax.Array:
     require_local(value, method)
     value = value.value if isinstance(value, Variable) else value
+    require_held(value, method)
     try:
         return jnp.asarray(value)
     except jax.errors.JAXTypeError:  # a tracer error, unrelated to the value

@@ -28,8 +28,14 @@ from distjax.errors import MergeError, message
 from distjax.jax_compat import JaxprEqn, ShapedArray, Zero
 from distjax.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import require_held
 from distjax.replica.analysis import MERGE_NAME, Analysis
-from distjax.replica.arguments import PartitionedTree, function_name, is_array
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    partition_result,
+)
 from distjax.replica.global_value import (
     GlobalValue,
     as_user_value,
@@ -358,7 +364,8 @@ class UserMerge:
     def _call(self, values: Sequence[Any], state: TraceState) -> PartitionedTree:
         args, kwargs = self.args.combine(values)
         with frames.with_frame(Frame(self.strategy, state=state)), self._closure.restore():
-            return PartitionedTree(self.fn(self.strategy, *args, **kwargs), is_array)
+            result = self.fn(self.strategy, *args, **kwargs)
+            return partition_result(result, f"merge function {function_name(self.fn)}")
 
     def _as_global_values(self, results: Sequence[Any]) -> list[GlobalValue]:
         for result in results:
@@ -456,6 +463,7 @@ def bind_merge(
     partitioned = PartitionedTree((args, kwargs), is_array)
     for leaf in partitioned.leaves:
         require_local(leaf, "merge_call")
+        require_held(leaf, "merge_call")
     merge = UserMerge(strategy, fn, partitioned)
     for variable in merge.written:
         state.require_writable(variable)

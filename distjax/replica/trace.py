@@ -23,7 +23,13 @@ from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis, holds_merge
-from distjax.replica.arguments import PartitionedTree, function_name, is_array, require_finished
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    partition_result,
+    require_finished,
+)
 from distjax.replica.contexts import ReplicaContext
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.merge import UserMerge
@@ -75,7 +81,8 @@ def trace_replica(
         error, written = None, []
         try:
             with frames.with_frame(Frame(strategy, context, state)):
-                result = PartitionedTree(require_finished(fn(*args, **kwargs), fn), is_array)
+                returned = require_finished(fn(*args, **kwargs), fn)
+                result = partition_result(returned, function_name(fn))
             if context.merge_error is not None:
                 raise context.merge_error
             leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]

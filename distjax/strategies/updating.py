@@ -33,6 +33,7 @@ from distjax.replica.arguments import (
     PartitionedTree,
     function_name,
     is_array,
+    partition_result,
     positional_names,
     user_path,
 )
@@ -383,7 +384,8 @@ def _on_each_copy_in_trace(
             state.bind(slot, component)
         inner_args, inner_kwargs = partitioned.combine(local[len(slots) :])
         with frames.with_frame(Frame(extended.strategy, state=state, in_update=True)):
-            result = PartitionedTree(fn(*slots, *inner_args, **inner_kwargs), is_array)
+            returned = fn(*slots, *inner_args, **inner_kwargs)
+            result = partition_result(returned, function_name(fn))
         found[:] = [result]
         return [*(state.read(slot) for slot in slots), *result.leaves]
 

@@ -152,16 +152,31 @@ def test_loops_count_at_their_fixpoint(several):
 
 
 @pytest.mark.parametrize("make", [dj.OneDeviceStrategy, lambda: dj.MirroredStrategy([d0()])])
-def test_one_replica_reduces_nothing_twice(make):
-    strategy = make()
+def test_one_replica_is_explained_as_several(make):
+    """A program is wrong or right for any number of replicas: one device must not hide it."""
 
-    def replica(x):
-        return dj.get_replica_context().all_reduce("sum", x)
+    def explained(strategy):
+        def replica(w, x):
+            context = dj.get_replica_context()
+            mean = context.all_reduce("mean", x.mean(0))
+            return w - context.all_reduce("mean", mean), x.sum(), context.replica_id_in_sync_group
 
-    def step(x):
-        return strategy.reduce("sum", strategy.run(replica, args=(x,)))
+        def step(w, x):
+            new, total, number = strategy.run(replica, args=(w, x))
+            return new, total, number, strategy.reduce("sum", total), strategy.reduce("mean", new)
 
-    assert dj.explain(step, np.float32(1)).equal_reductions == ()
+        (x,) = strategy.distribute_dataset([np.ones((4, 3), np.float32)])
+        return dj.explain(step, jnp.ones(3), x)
+
+    lone, several = explained(make()), explained(dj.VirtualStrategy(2))
+    assert [use.what for use in lone.equal_reductions] == ["psum", "reduce(MEAN)"]
+    assert lone.equal_reductions == several.equal_reductions
+    assert lone.arguments == several.arguments == {"w": "M", "x": "T"}
+    assert list(lone.results.values()) == ["M", "T", "T", "M", "M"]
+    assert lone.results == several.results
+    (of_lone,), (of_several,) = lone.runs, several.runs
+    assert (of_lone.arguments, of_lone.results) == (of_several.arguments, of_several.results)
+    assert of_lone.why == of_several.why
 
 
 def d0():

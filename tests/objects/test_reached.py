@@ -13,9 +13,11 @@ import types
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.core import FrozenDict
 
 import distjax as dj
@@ -193,6 +195,27 @@ def test_objects_that_come_back_are_not_compiled_again():
     for held.v in (one, two, three, one, two, three, one):
         assert float(step()) == float(held.v.value)
     assert len(traces) == 3
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_a_variable_that_is_added_to_modules_is_seen(pair, kind):
+    """Where there were modules only, nothing led to a variable."""
+    held = types.SimpleNamespace(parts=[nnx.Param(jnp.ones(()))])
+    held.parts = held.parts if kind == "list" else dict(enumerate(held.parts))
+
+    def step():
+        parts = held.parts.values() if kind == "dict" else held.parts
+        return sum(p.value if isinstance(p, dj.Variable) else p[...] for p in parts)
+
+    step = pair.jit(step)
+    assert float(step()) == 1
+    with pair.scope():
+        added = dj.Variable(10.0)
+    if kind == "list":
+        held.parts.append(added)
+    else:
+        held.parts["added"] = added
+    assert float(step()) == 11
 
 
 def test_what_is_replaced_can_be_collected():

@@ -71,3 +71,16 @@ def test_a_method_of_many_objects_does_not_warn():
     strategy = dj.VirtualStrategy(2)
     trainers = [Trainer() for _ in range(9)]
     assert warnings_of([lambda t=t: strategy.run(t.step, args=(1.0,)) for t in trainers]) == []
+
+
+def test_a_function_that_is_explained_and_checked_is_one_function(pair):
+    """As in a test of each configuration of a step."""
+
+    def step(x):
+        return x.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in range(1, 6):
+            dj.check(step, jax.numpy.ones(size), strategy=pair)
+            dj.explain(step, jax.numpy.ones(size), strategy=pair)

@@ -48,6 +48,43 @@ DOORS = {
     "the initial value": lambda x: dj.Variable(x),
     "assign": lambda x: dj.Variable(np.zeros(2, jax.dtypes.canonicalize_dtype(x.dtype))).assign(x),
 }
+CONTEXT = dj.get_replica_context
+#: For integers that are made in a step, of Python's or NumPy's.
+WITHIN = {
+    "a result of ": lambda x: {"x": x},
+    "all_reduce": lambda x: CONTEXT().all_reduce("mean", x),
+    "all_gather": lambda x: CONTEXT().all_gather(x, 0),
+    "merge_call": lambda x: CONTEXT().merge_call(lambda s, x: s.reduce("sum", x), args=(x,)),
+    "a result of merge": lambda x: CONTEXT().merge_call(lambda s: x),
+    "update of metric": lambda x: METRIC.update(x),
+}
+with PAIR.scope():
+    METRIC = dj.metrics.Sum("total")
+
+
+@pytest.mark.parametrize("door", WITHIN)
+@pytest.mark.parametrize("kind", WIDE)
+def test_refused_in_a_step(door, kind):
+    for call in (lambda f: PAIR.run(f), lambda f: dj.jit(lambda: PAIR.run(f))()):
+        with pytest.raises(OverflowError, match=f"^{door}.* needs integers that .*int32 holds"):
+            call(lambda: WITHIN[door](WIDE[kind]))
+    assert float(METRIC.result()) == 0
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_held_in_a_step(kind):
+    for door in WITHIN:
+        PAIR.run(lambda door=door: WITHIN[door](HELD[kind]))
+    METRIC.reset()
+
+
+def test_refused_as_a_result_of_cross_replica_code():
+    with pytest.raises(OverflowError, match="^a result of .* needs integers that int32 holds"):
+        dj.jit(lambda: WIDE["int64"])()
+    with PAIR.scope():
+        v = dj.Variable(1.0, synchronization=dj.VariableSynchronization.ON_READ)
+    with pytest.raises(OverflowError, match="^a result of .* needs integers that int32 holds"):
+        PAIR.extended.update(v, lambda v: WIDE["int64"])
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -101,12 +101,8 @@ class Step(Protocol):
 #
 # What is not an array in a signature's results (Python objects, the result tree) leaves a compiled
 # call in the auxiliary data of its output tree, since a cache hit runs none of our Python code
-# inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``, where
-# `outputs` are the array results or, if JAX can build these in C, directly the user's results.
-
-
-#: Trees that JAX builds in C.
-_BUILT_IN = (tuple, list, dict, type(None))
+# inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``: the spec is
+# the key of a dict, which `jit` builds in C.
 
 
 class OutputSpec:
@@ -118,14 +114,13 @@ class OutputSpec:
       recreated: the names of existing variables that constructors returned again.
 
     Attributes:
-      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
-        the program returns the user's results.
+      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays.
       recreated: as given.
       completion: the index of the array that is ready when the program has completed; None: its
         token is.
     """
 
-    __slots__ = ("_is_built_in", "completion", "recreated", "unpack")
+    __slots__ = ("completion", "recreated", "unpack")
 
     def __init__(
         self,
@@ -138,29 +133,9 @@ class OutputSpec:
         combine = partitioned.combine
         if partitioned.is_of_arrays:
             combine = partitioned.treedef.unflatten
-        has_per_replica = any(aux is not None for aux in per_replica)
-        self.unpack: Callable[[Sequence[jax.Array]], Any] | None = (
-            functools.partial(_unpack, combine, per_replica) if has_per_replica else combine
-        )
-        self._is_built_in = (
-            partitioned.is_of_arrays and not has_per_replica and _is_built_in(partitioned.treedef)
-        )
-
-    def pack(self, arrays: Sequence[Any]) -> Any:
-        """Returns the outputs of a program whose results are these arrays."""
-        if not self._is_built_in or self.unpack is None:
-            return arrays
-        outputs, self.unpack = self.unpack(arrays), None
-        return outputs
-
-    def results(self, outputs: PyTree) -> Any:
-        """Returns the user's results."""
-        return outputs if self.unpack is None else self.unpack(outputs)
-
-
-def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
-    """Returns whether a tree is built without running Python, where a signal could drop it."""
-    return all(kind in _BUILT_IN for kind, _ in nodes_of(treedef))
+        if any(aux is not None for aux in per_replica):
+            combine = functools.partial(_unpack, combine, per_replica)
+        self.unpack: Callable[[Sequence[jax.Array]], Any] = combine
 
 
 def _unpack(
@@ -174,15 +149,6 @@ def _unpack(
             for array, aux in zip(arrays, per_replica, strict=True)
         ]
     )
-
-
-def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
-    """Returns the spec as a tree without leaves, for a result of `jit`.
-
-    A key, not a node of its own class: `jit` builds a dict without running Python, where a
-    signal could raise and drop all results.
-    """
-    return {spec: None}
 
 
 def spec_of(returned: tuple[Any, ...]) -> OutputSpec:
@@ -216,7 +182,7 @@ def show_end(
 def completion_of(returned: tuple[Any, ...]) -> Any:
     """Returns what is ready when the program that returned this is done; None: nothing tells."""
     completion = spec_of(returned).completion
-    return returned[3] if completion is None else jax.tree.leaves(returned[2])[completion]
+    return returned[3] if completion is None else returned[2][completion]
 
 
 def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:

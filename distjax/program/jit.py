@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import get_abstract_mesh
 
-from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.expectation import without_expectations
@@ -50,7 +48,6 @@ from distjax.replica.arguments import (
 from distjax.replica.trace import add_value_note
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
-from distjax.user_mesh import NO_MESH
 from distjax.variables.state import TraceState
 
 # -- error notes --------------------------------------------------------------
@@ -247,7 +244,6 @@ class CompiledFunction:
         self._require, self._renew = require, renew
         self._programs: dict[Any, Program] = {}
         self._outermost: Program | None = None  # of the default context
-        self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a distjax trace, calls the function itself."""
@@ -260,8 +256,6 @@ class CompiledFunction:
         try:
             if self._static:
                 args, kwargs = self.mark_arguments(args, kwargs)
-            if get_abstract_mesh() is not NO_MESH and user_mesh.has_user_mesh():
-                return self._under_user_mesh(program, program.call, args, kwargs)
             return program.call(args, kwargs)
         except Exception as error:
             add_argument_note(error)
@@ -288,10 +282,7 @@ class CompiledFunction:
         frame = frames.current()
         program, marked = self._program(frame), self.mark_arguments(args, kwargs)
         try:
-            if user_mesh.has_user_mesh():
-                lowered = self._under_user_mesh(program, program.lower, *marked)
-            else:
-                lowered = program.lower(*marked)
+            lowered = program.lower(*marked)
         except Exception as error:
             keep_user_lines(error)
             raise
@@ -299,32 +290,6 @@ class CompiledFunction:
         call = functools.partial(_call_within, frame, self)
         names = positional_names(self._fn)
         return LoweredProgram(lowered, call, args, marked[0], static_kwargs, names)
-
-    def _under_user_mesh(
-        self,
-        program: Program,
-        call: Callable[..., Any],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ) -> Any:
-        """Calls with or without the mesh that the user has set, as the function needs.
-
-        User code may name the mesh; JAX rejects a strategy's code under it.
-        """
-        ignoring = user_mesh.ignores_user_mesh(call)
-        if program in self._off_mesh or frames.current().has_strategy:
-            return ignoring(args, kwargs)
-        try:
-            return call(args, kwargs)
-        except ValueError as error:
-            if not user_mesh.is_refusal(error):
-                raise  # the user's function is not called again for an error of its own
-            try:
-                result = ignoring(args, kwargs)
-            except Exception:
-                raise error from None
-            self._off_mesh.add(program)
-            return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         """Returns one that compiles anew; of a method, bound to the copy of its object."""

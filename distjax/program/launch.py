@@ -25,7 +25,6 @@ from distjax.program.discovery import (
     Discovered,
     OutputSpec,
     Step,
-    as_static_output,
     completion_of,
     discover,
     show_end,
@@ -42,18 +41,9 @@ class NotTraced(Exception):
     """`jit` met arguments that are to be traced first, without the lock; nothing has happened."""
 
 
-class UnknownVariables(Exception):
-    """A trace met variables that its build does not thread, or does not write."""
-
-    def __init__(self, found: Discovered):
-        super().__init__()
-        self.found = found
-
-
 class _Offer(threading.local):
-    """What this thread lets `jit` trace: nothing, a trace made before, or (None) the step."""
+    """The trace that this thread lets `jit` use; None: it is to refuse what is new."""
 
-    is_open = False
     found: Discovered | None = None
 
 
@@ -136,21 +126,21 @@ class Build:
         The new values come first: jit pairs donated inputs with the first outputs of their shape,
         and on one device it does not ask in which memory (JAX 0.12 too).
         """
-        if not self._offer.is_open:
+        found = self._offer.found
+        if found is None:
             raise NotTraced
-        found, self._offer.found = self._offer.found, None
         values = dict(zip(self.variables, (*written, *read), strict=True))
-        if found is None or not found.fits(args, kwargs, values):
+        if not found.fits(args, kwargs, values):  # a variable has been given other types
             found = discover(self.step, args, kwargs, CreationLog())
-        if not self.covers(found):
-            raise UnknownVariables(found)
+            if not self.covers(found):
+                raise NotTraced
         self.record(found)
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if self.watchers and found.spans_devices:
             token = show_end(spec, arrays, args, kwargs, self.step.donate_argnums)
         written = [new.get(v, values[v]) for v in self.writes]
-        return written, as_static_output(spec), spec.pack(arrays), token
+        return written, {spec: None}, arrays, token
 
     def record(self, found: Discovered) -> None:
         """Records what one more trace reached, and what it knew of its results."""
@@ -170,12 +160,12 @@ class Build:
 
     @contextlib.contextmanager
     def offering(self, found: Discovered | None) -> Generator[None]:
-        """A context in which `jit` may compile a trace, or (None) trace the step itself."""
-        self._offer.is_open, self._offer.found = True, found
+        """A context in which `jit` may compile this trace, or run it."""
+        self._offer.found = found
         try:
             yield
         finally:
-            self._offer.is_open, self._offer.found = False, None
+            self._offer.found = None
 
     def lower(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Discovered | None = None
@@ -190,7 +180,7 @@ class Build:
             if array is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
         operands = stored[: len(self.writes)], stored[len(self.writes) :], kwargs, *args
-        with contextlib.nullcontext() if found is None else self.offering(found):
+        with self.offering(found):
             return self.jitted.lower(*operands)
 
     # -- the launch -------------------------------------------------------------
@@ -198,7 +188,7 @@ class Build:
     def launch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> tuple[Any, OutputSpec]:
-        """Runs the program; returns what `finish` does, or its outputs, and how these are built.
+        """Runs the program; returns what `finish` does, or its arrays, and how results are built.
 
         No code of the user runs here: the classes of the tree that the step returns are called by
         the caller, who launches nothing again because they raise.
@@ -240,7 +230,7 @@ class Build:
                     for end in self._ends:
                         end(returned)
                 (spec,) = returned[1]
-                result = returned[2] if finish is None else finish(spec.results(returned[2]))
+                result = returned[2] if finish is None else finish(spec.unpack(returned[2]))
             finally:
                 if waits:
                     interrupts.let_go()  # Ctrl-C raises here

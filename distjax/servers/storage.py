@@ -410,7 +410,7 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
             with interrupts.held():
                 for each, array in zip(stored, returned[0], strict=True):
                     each.swap(array)
-                result = returned[2] if finish is None else finish(spec.results(returned[2]))
+                result = returned[2] if finish is None else finish(spec.unpack(returned[2]))
         return result, spec
 
     return launch

@@ -1,6 +1,6 @@
-"""Finds wrong reductions in traced steps: a layer on `replica/hooks.py`, installed on import."""
+"""Finds wrong reductions in traced steps: a layer on `hooks.py`, installed on import."""
 
+from distjax.hooks import install
 from distjax.lint.layer import Lint
-from distjax.replica.hooks import install
 
 install(Lint())

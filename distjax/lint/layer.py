@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distjax import jax_compat
-from distjax.context import frames
+from distjax import hooks, jax_compat
 from distjax.context.expectation import reason_in
+from distjax.hooks import AfterCall, Layer
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.lint.between_runs import (
     Feedback,
@@ -27,12 +27,12 @@ from distjax.lint.facts import EQUAL, Fact, Site
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.hooks import AfterCall, TracedRun, TraceHooks
+from distjax.replica.run import TracedRun
 from distjax.typing import PyTree
 from distjax.variables.state import variable_p
 
 
-class Lint(TraceHooks):
+class Lint(Layer):
     """Reports wrong reductions, and state that comes back different."""
 
     def on_call(
@@ -63,10 +63,10 @@ class Lint(TraceHooks):
             remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
 
     def on_reduced(
-        self, op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
+        self, op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
     ) -> None:
         """Follows facts through a reduction between two runs."""
-        follow_between_runs(op, arrays, outs, topology)
+        follow_between_runs(op, [x.array for x in values], outs, topology)
 
     def on_lone_value(self, tree: PyTree) -> None:
         """Remembers what would be a PerReplica, so that one replica is judged as several."""
@@ -82,12 +82,12 @@ class Lint(TraceHooks):
 
 
 def _tell_findings(run: TracedRun) -> list[Fact]:
-    """Reports mistakes, tells the observer what is proved; returns a fact per result."""
+    """Reports mistakes, tells why values are equal or not; returns a fact per result."""
     given, traced, results, topology = run.given, run.traced, run.results, run.topology
     is_alone = topology.num_replicas == 1
     count = run.num_own
     env = examine(traced.jaxpr, traced.written, given, topology, own=count, results=len(results))
-    _tell_observer(run, {} if is_alone else env)
+    _tell_why(run, {} if is_alone else env)
     outvars = traced.jaxpr.outvars[: len(results)]
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
     inputs = [env[v] for v in traced.jaxpr.invars]
@@ -103,22 +103,17 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
     return facts
 
 
-def _tell_observer(run: TracedRun, env: dict[Any, Any]) -> None:
-    """Tells an observer which arguments, results and variables are proved equal, and why."""
-    observer = frames.observer()
-    if observer is None:
+def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
+    """Tells those that listen why results and variables are equal, or what made them differ."""
+    if not hooks.is_dry_run():
         return
-    given, traced, results, topology = run.given, run.traced, run.results, run.topology
+    given, traced = run.given, run.traced
     named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
-    reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
-    outs = zip(named, traced.jaxpr.outvars, (*results, *run.finals), strict=False)
+    reasons = Reasons(traced.jaxpr, env, run.topology.axis_name, given.paths)
+    outs = zip(named, traced.jaxpr.outvars, (*run.results, *run.finals), strict=False)
     why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
-    proved = _proofs(given.paths, given.values), _proofs(traced.result.paths, results)
-    observer.on_run(topology, given.name, *proved, why)
-
-
-def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
-    return [(path, value.varying) for path, value in zip(paths, values, strict=True)]
+    for layer in hooks.layers():
+        layer.on_proved(run, why)
 
 
 # -- why a value is equal on every replica or not --------------------------------

@@ -22,15 +22,14 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import TraceLeakError, message
-from distjax.objects.plain_objects import ObjectArguments
+from distjax.objects.plain_objects import Surroundings
 from distjax.objects.reached import Reached
-from distjax.objects.stateful import active_bridge
+from distjax.objects.stateful import active_bridge, explaining_errors, is_stateful
 from distjax.placement.per_replica import AuxData, PerReplica, with_aux
 from distjax.placement.rows import stand_in
 from distjax.placement.transfer import transfer
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
-from distjax.replica.hooks import trace_hooks
 from distjax.replica.trace import add_value_note
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
@@ -261,8 +260,8 @@ class InitialValues:
 
         shardings = [v.sharding if v.size else None for v in variables]
         compiled = jax.jit(initial, out_shardings=shardings)
-        for told in hooks.on_created:
-            told(variables, lambda: compiled.lower(inputs))
+        for layer in hooks.layers():
+            layer.on_created(variables, lambda: compiled.lower(inputs))
         return compiled(inputs)
 
 
@@ -309,7 +308,7 @@ class Discovered:
         per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
-        facts: Sequence[Any],
+        facts: Mapping[hooks.Layer, Sequence[Any]],
         takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
@@ -426,54 +425,52 @@ def discover(
       log: records the variables that the step creates.
     """
     given, treedef = jax.tree.flatten((args, kwargs))
-    objects = ObjectArguments((args, kwargs), step.argument_names)
+    around = Surroundings(step.function, is_stateful, (args, kwargs), step.argument_names)
     found: dict[str, Any] = {"takes_spread": any(map(_is_spread, given))}
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        trace_hooks().on_stand_ins(arrays, given)
+        for layer in hooks.layers():
+            layer.on_stand_ins(arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
-        with frames.with_frame(step.frame(state)) as entered:
-            result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
-            partitioned = PartitionedTree(result, _is_result)
-        topology = entered.strategy.extended.topology
-        leaves = partitioned.take_leaves()
-        facts = trace_hooks().describe(leaves)
-        results = [place_output(leaf, topology) for leaf in leaves]
-        per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
-        writes = list(state.written)
-        found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
-        outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
-        return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
-
-    def traced(*arrays: jax.Array) -> list[Any]:
         try:
-            outs = trace(*arrays)
+            with frames.with_frame(step.frame(state)) as entered:
+                result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
+                partitioned = PartitionedTree(result, _is_result)
+            topology = entered.strategy.extended.topology
+            leaves = partitioned.take_leaves()
+            facts = hooks.describe(leaves)
+            results = [place_output(leaf, topology) for leaf in leaves]
+            per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
+            writes = list(state.written)
+            outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
+            outs += [to_storage(v, state.read(v)) for v in writes]
         except BaseException as error:
             if not log.values:
                 raise
-            outs = []
-            found.update(error=error, partitioned=None, per_replica=(), writes=[], facts=[])
+            found.update(error=error)
+            partitioned, per_replica, writes, facts, outs = None, (), [], {}, []
+        found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
         return [*outs, *log.take_values()]
 
-    with contextlib.closing(log), _naming_arguments(step, args, kwargs):
-        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(type_of, given)))
+    with contextlib.closing(log), _naming_arguments(step, args, kwargs), around.watching():
+        with explaining_errors():
+            jaxpr, consts = inner_traces.trace_jaxpr(trace, list(map(type_of, given)))
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
     discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
-    discovered.roots = [step.function, *objects.values]
+    discovered.roots = [step.function, *around.objects]
     _let_later_traces_initialize(discovered, step, args, kwargs)
     if error is not None:
         if not jax_compat.tracing():  # now, not in the next trace, whose context differs
             discovered.initial_values.compute(step, args, kwargs)
         raise error
-    objects.require_no_leaks(step.name, found["partitioned"].objects)
-    objects.require_inputs(jaxpr, consts)
+    around.require_no_leaks(found["partitioned"].objects)
+    around.require_inputs(jaxpr, consts)
     _require_no_baked_state(consts)
-    observer = frames.observer()
-    if observer is not None:
-        observer.on_program(discovered.reads, discovered.writes, discovered.results)
+    for layer in hooks.layers():
+        layer.on_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
 
 

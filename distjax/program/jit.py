@@ -23,8 +23,12 @@ from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.integers import is_int
-from distjax.objects.stateful import ObjectKeywords, active_bridge, is_placeholder
-from distjax.objects.stateful_args import emit_call, emit_run
+from distjax.objects.stateful import (
+    emit_call,
+    emit_run,
+    is_placeholder,
+    is_stateful,
+)
 from distjax.placement.per_replica import (
     PerReplica,
     is_per_replica,
@@ -306,9 +310,7 @@ class CompiledFunction:
         """Binds a decorated method to its object."""
         if instance is None:
             return self
-        bridge = active_bridge()
-        is_stateful = bridge is not None and bridge.is_stateful(instance)
-        is_argument = is_stateful or is_module(instance)
+        is_argument = is_stateful(instance) or is_module(instance)
         return functools.partial(self, instance if is_argument else as_static(instance, "self"))
 
     def _program(self, frame: Frame) -> Program:
@@ -380,11 +382,7 @@ class JitStep:
         """Calls the function in the global view."""
         if not self._hands_on_static:
             args, kwargs = unmark((args, kwargs))
-        own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
-        args, own = without_expectations(args, own, state.expectations)
-        if isinstance(kwargs, ObjectKeywords):
-            return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
-        return emit_call(self._fn, args, own)
+        return emit_call(self._fn, args, kwargs, state)
 
     def place(self, tree: PyTree) -> Any:
         """Returns uncommitted arguments, which the program may move to its devices."""

@@ -93,7 +93,7 @@ class Build:
         self.watchers = hooks.watchers_of(self)
         if is_throttled() and self.spans_devices:
             self.watchers.append(hooks.Watcher(after=_throttle))
-        launchers = (launch(self) for launch in hooks.launchers)
+        launchers = (layer.launcher(self) for layer in hooks.layers())
         self._launch_elsewhere = next(filter(None, launchers), None)
         self._begins = [w.begin for w in self.watchers if w.begin is not None]
         self._ends = [w.end for w in self.watchers if w.end is not None]

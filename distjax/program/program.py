@@ -21,14 +21,13 @@ import jax
 from distjax import hooks, jax_compat, user_mesh
 from distjax.context import frames
 from distjax.errors import ContextError, message
-from distjax.objects.stateful_args import find_objects, one_at_a_time
+from distjax.objects.stateful import find_objects, one_at_a_time
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
 from distjax.placement.transfer import is_narrowed, require_held
 from distjax.program.discovery import Discovered, Step, discover
 from distjax.program.functions import RetraceWatch
 from distjax.program.launch import Build, Finish, NotTraced, require_outside_traces
 from distjax.replica.arguments import is_array, is_array_or_struct, mark_modules, mark_static
-from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
 from distjax.user_mesh import has_user_mesh
 from distjax.variables.state import CreationLog, require_no_trace
@@ -193,9 +192,9 @@ class Program:
         if self._num_calls > 1:
             return self._with_objects(self._run, args, kwargs, refused)
         names = self._step.name, self._step.argument_names
-        after_call = trace_hooks().on_call(self._memory, self._step, names, args, kwargs)
+        after_call = hooks.on_call(self._memory, self._step, names, args, kwargs)
         result = self._with_objects(self._run, args, kwargs, refused)
-        after_call(result, self._build.facts if self._build is not None else ())
+        after_call(result, self._build.facts if self._build is not None else {})
         return result
 
     def _with_objects(
@@ -456,8 +455,8 @@ class Program:
             require_no_trace(found.created[0].name)
             found.initial_values.store(step, args, kwargs)
             found = discover(step, args, kwargs, CreationLog(made=found.created))
-        for told in hooks.on_new_program:
-            told(step.name)
+        for layer in hooks.layers():
+            layer.on_new_program(step.name)
         self._build = Build(step, found, build)
         self._formers.replace_by(self._build)
         return self._build, found

@@ -349,8 +349,8 @@ class UserMerge:
             return [*(o.array for o in outs), *map(state.read, written)]
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
-        with user_mesh.outside_manual_axes(), frames.without_observer():
-            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals)
+        with user_mesh.outside_manual_axes():
+            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals, only_shapes=True)
         self._require_no_bare_collective(jaxpr)
         self.__dict__.update(found)
         return jaxpr

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from distjax import hooks, jax_compat
+from distjax import jax_compat
 from distjax.errors import message
+from distjax.hooks import Layer, install
 from distjax.interrupts import interrupts
 from distjax.placement.transfer import transfer
 from distjax.program.discovery import OutputSpec, spec_of
@@ -416,4 +417,12 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
     return launch
 
 
-hooks.launchers.append(_launch_at_servers)
+class _Servers(Layer):
+    """Launches programs whose variables are at servers."""
+
+    def launcher(self, build: Build) -> Callable[..., Any] | None:
+        """Returns what launches a program that writes such variables."""
+        return _launch_at_servers(build)
+
+
+install(_Servers())

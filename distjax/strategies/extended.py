@@ -18,7 +18,7 @@ from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
-from distjax.objects.stateful_args import run_here
+from distjax.objects.stateful import run_here
 from distjax.placement.rows import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.functions import FunctionCache

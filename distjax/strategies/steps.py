@@ -268,8 +268,7 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         found[:] = [jax.tree.structure(outs)]
         return jax.tree.leaves(outs)
 
-    with frames.without_observer():
-        jaxpr, _ = inner_traces.trace_jaxpr(trace, ())
+    jaxpr, _ = inner_traces.trace_jaxpr(trace, (), only_shapes=True)
     avals: list[Any] = [v.aval for v in jaxpr.outvars]
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     first = jax.tree.map(jnp.asarray, dict(initial or {}))

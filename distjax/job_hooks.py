@@ -12,21 +12,20 @@ import functools
 import operator
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from zlib import crc32
 
 import jax
 import numpy as np
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.cluster.agreement import agree
 from distjax.cluster.alone import warn_unless_joined
 from distjax.cluster.facts import ComparedFact, describe_on_host, describe_program
 from distjax.cluster.job import job
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import lone_programs, phase
-from distjax.hooks import Layer, Watcher, install
+from distjax.hooks import Watcher
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.discovery import completion_of, signature_of
 from distjax.program.launch import Build
@@ -212,33 +211,26 @@ class _Recorder:
             ledger.end_launch(launch, completion_of(returned))
 
 
-class Jobs(Layer):
-    """A job of several processes: compares what they do, records it, and tells the slow ones."""
-
-    def watch(self, build: Build) -> Watcher | None:
-        """Lets the ledger of a job know of each launch."""
-        if job() is None:
-            return None
-        spans = any(map(jax_compat.spans_processes, build.meshes))
-        if not (spans or any(v.spans_processes for v in build.variables)):
-            return Watcher(begin=lambda build, *_: lone_programs.record(build.name, ledger.count))
-        recorder = _Recorder()
-        return Watcher(recorder.compiled, recorder.begin, recorder.end)
-
-    def on_new_program(self, name: str) -> None:
-        """Warns of a process that has joined no job, though its environment names one."""
-        warn_unless_joined(name)
-
-    def on_created(
-        self, variables: Sequence[Variable], lower: Callable[[], jax.stages.Lowered]
-    ) -> None:
-        """Waits until every process creates these variables, by the same program."""
-        if job() is not None and any(v.spans_processes for v in variables):
-            agree_on_creation(variables, describe_program(lower()))
-
-    def working(self, what: str) -> AbstractContextManager[Any]:
-        """Tells the others what this process is at."""
-        return phase(what)
+def _watch(build: Build) -> Watcher | None:
+    """Lets the ledger of a job know of each launch."""
+    if job() is None:
+        return None
+    spans = any(map(jax_compat.spans_processes, build.meshes))
+    if not (spans or any(v.spans_processes for v in build.variables)):
+        return Watcher(begin=lambda build, *_: lone_programs.record(build.name, ledger.count))
+    recorder = _Recorder()
+    return Watcher(recorder.compiled, recorder.begin, recorder.end)
 
 
-install(Jobs())
+def _agree_on_created(
+    variables: Sequence[Variable], lower: Callable[[], jax.stages.Lowered]
+) -> None:
+    """Waits until every process creates these variables, by the same program."""
+    if job() is not None and any(v.spans_processes for v in variables):
+        agree_on_creation(variables, describe_program(lower()))
+
+
+hooks.watchers.append(_watch)
+hooks.on_new_program.append(warn_unless_joined)
+hooks.on_created.append(_agree_on_created)
+hooks.at_work.append(phase)

@@ -179,7 +179,9 @@ def test_the_kernel_imports_no_layer():
 
 
 def test_a_step_runs_with_no_layer(monkeypatch, pair):
-    monkeypatch.setattr(hooks, "_installed", [])
+    for name, event in vars(hooks).items():
+        if isinstance(event, hooks.Event):
+            monkeypatch.setattr(hooks, name, hooks.Event())
     monkeypatch.setattr(hooks, "object_layers", {})
     with pair.scope():
         total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)

@@ -56,8 +56,8 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] = ReductionWa
         _num_reported.set(_num_reported.get() + 1)
     if finding.expected is None:
         finding = dataclasses.replace(finding, expected=current_reason())
-    is_taken = [layer.on_finding(finding) for layer in hooks.layers()]
-    if finding.expected is not None or is_note or any(is_taken):
+    is_taken = any(hooks.tell(hooks.on_finding, finding))
+    if finding.expected is not None or is_note or is_taken:
         return
     if issubclass(kind, Warning):
         warnings.warn(finding.text, kind, stacklevel=user_lines.user_stacklevel())

@@ -114,7 +114,7 @@ class InputLayout:
         if topology is None:
             return arrays
         if topology.num_replicas == 1:
-            hooks.on_lone_value(arrays)
+            hooks.tell(hooks.on_lone_value, arrays)
             return arrays
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
 

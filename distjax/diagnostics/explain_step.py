@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from distjax import jax_compat, user_lines
+from distjax import hooks, jax_compat, user_lines
 from distjax.context import frames
 from distjax.context.reporting import Finding
 from distjax.context.scoping import require_strategy
@@ -36,7 +36,6 @@ from distjax.diagnostics.explanation import (
     VariableUse,
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
-from distjax.hooks import Layer, listening
 from distjax.jax_compat import Literal
 from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -218,7 +217,7 @@ def lower_step(
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
         if not isinstance(fn, CompiledFunction):  # a plain call would hand on marks
             args, kwargs = keep_marks((args, kwargs))
-    with listening(notes):
+    with notes.listening():
         try:
             return step.lower(*args, **kwargs)
         except Exception as error:
@@ -366,7 +365,7 @@ def _describe(finding: Finding) -> str:
 # -- what the traces prove --------------------------------------------------------
 
 
-class Notes(Layer):
+class Notes:
     """What `dj.explain` and `dj.check` hear of a trace.
 
     Duplicates are recorded once, since JAX traces some bodies more than once.
@@ -374,8 +373,6 @@ class Notes(Layer):
     Args:
       collects_findings: whether findings are only recorded instead of raised or warned about.
     """
-
-    is_dry_run = True
 
     def __init__(self, collects_findings: bool = False) -> None:
         self.collects_findings = collects_findings
@@ -387,6 +384,18 @@ class Notes(Layer):
         self.results: tuple[tuple[str, str], ...] = ()
         self.merge_lines: list[str] = []
         self._open_merges: list[int] = []
+
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which this hears what is traced."""
+        return hooks.listening(
+            (hooks.on_program, self.on_program),
+            (hooks.on_proved, self.on_proved),
+            (hooks.on_segment, self.on_segment),
+            (hooks.in_merge, self.in_merge),
+            (hooks.on_reduced, self.on_reduced),
+            (hooks.on_finding, self.on_finding),
+            is_dry_run=True,
+        )
 
     def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
@@ -411,7 +420,7 @@ class Notes(Layer):
             self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
 
     @contextlib.contextmanager
-    def merging(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
+    def in_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
         """Stages a merge in a named scope, from which its line is found later."""
         index = len(self.merge_lines)
         self.merge_lines.append(user_lines.source_line(eqn))

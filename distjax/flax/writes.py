@@ -156,7 +156,7 @@ def _combine(
     return combined
 
 
-def _has_mean(entry: Entry, value: object) -> bool:
+def _has_mean(entry: Entry, value: PyTree) -> bool:
     is_differing = entry.rule == rules.MEAN and isinstance(value, PerReplica)
     return is_differing and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 

@@ -1,6 +1,3 @@
-"""Finds wrong reductions in traced steps: a layer on `hooks.py`, installed on import."""
+"""Finds wrong reductions in traced steps: a layer on `hooks.py`, which registers on import."""
 
-from distjax.hooks import install
-from distjax.lint.layer import Lint
-
-install(Lint())
+from distjax.lint import layer as layer

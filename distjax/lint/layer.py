@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distjax import hooks, jax_compat
 from distjax.context.expectation import reason_in
-from distjax.hooks import AfterCall, Layer
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.lint.between_runs import (
     Feedback,
@@ -32,53 +31,49 @@ from distjax.typing import PyTree
 from distjax.variables.state import variable_p
 
 
-class Lint(Layer):
-    """Reports wrong reductions, and state that comes back different."""
+def on_call(
+    memory: dict[Any, Any],
+    fn: object,
+    names: tuple[str, Sequence[str]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Callable[[PyTree, Mapping[Any, Any]], None]:
+    """Compares the arguments of a second call with the results of the first."""
+    _, feedback = memory.get(id(fn), (fn, None))
+    if feedback is not None:
+        feedback.compare(args, kwargs)
+        return lambda result, known: feedback.remember(result)  # what is known is told once
+    first = Feedback(*names, args, kwargs)
+    memory[id(fn)] = fn, first
+    return lambda result, known: first.remember(result, known.get(describe, ()))
 
-    def on_call(
-        self,
-        memory: dict[Any, Any],
-        fn: object,
-        names: tuple[str, Sequence[str]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> AfterCall:
-        """Compares the arguments of a second call with the results of the first."""
-        _, feedback = memory.get(id(fn), (fn, None))
-        if feedback is not None:
-            feedback.compare(args, kwargs)
-            return lambda result, known: feedback.remember(result)  # what is known is told once
-        feedback = Feedback(*names, args, kwargs)
-        memory[id(fn)] = fn, feedback
-        return feedback.remember
 
-    def on_traced(self, run: TracedRun) -> None:
-        """Examines a replica function."""
-        for variable in run.unequal:
-            find_unequal_start(variable)
-        facts = _tell_findings(run)
-        remember(run.values, facts)
-        if run.topology.num_replicas == 1:  # they would differ if there were more
-            pairs = zip(run.values, facts, strict=True)
-            remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
+def on_traced(run: TracedRun) -> None:
+    """Examines a replica function that has been traced, and reports what it finds."""
+    for variable in run.unequal:
+        find_unequal_start(variable)
+    facts = _tell_findings(run)
+    remember(run.values, facts)
+    if run.topology.num_replicas == 1:  # they would differ if there were more
+        pairs = zip(run.values, facts, strict=True)
+        remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
 
-    def on_reduced(
-        self, op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
-    ) -> None:
-        """Follows facts through a reduction between two runs."""
-        follow_between_runs(op, [x.array for x in values], outs, topology)
 
-    def on_lone_value(self, tree: PyTree) -> None:
-        """Remembers what would be a PerReplica, so that one replica is judged as several."""
-        remember_own(tree)
+def on_reduced(
+    op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
+) -> None:
+    """Follows facts through a reduction between two runs."""
+    follow_between_runs(op, [x.array for x in values], outs, topology)
 
-    def on_stand_ins(self, arrays: Sequence[Any], given: Sequence[Any]) -> None:
-        """Carries facts over to the arrays of a trace."""
-        remember(arrays, list(map(recall, given)))
 
-    def describe(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the facts of the results."""
-        return list(map(recall, leaves))
+def on_stand_ins(arrays: Sequence[Any], given: Sequence[Any]) -> None:
+    """Carries facts over to the arrays of a trace."""
+    remember(arrays, list(map(recall, given)))
+
+
+def describe(leaves: Sequence[Any]) -> Sequence[Any]:
+    """Returns the facts of the results."""
+    return list(map(recall, leaves))
 
 
 def _tell_findings(run: TracedRun) -> list[Fact]:
@@ -112,8 +107,7 @@ def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
     reasons = Reasons(traced.jaxpr, env, run.topology.axis_name, given.paths)
     outs = zip(named, traced.jaxpr.outvars, (*run.results, *run.finals), strict=False)
     why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
-    for layer in hooks.layers():
-        layer.on_proved(run, why)
+    hooks.tell(hooks.on_proved, run, why)
 
 
 # -- why a value is equal on every replica or not --------------------------------
@@ -198,3 +192,13 @@ def _shorten(lines: list[str]) -> list[str]:
         return lines
     half = _MOST_LINES // 2
     return [*lines[:half], f"({len(lines) - 2 * half} more)", *lines[-half:]]
+
+
+# -- what is registered ----------------------------------------------------------
+
+hooks.on_call.append(on_call)
+hooks.on_traced.append(on_traced)
+hooks.on_reduced.append(on_reduced)
+hooks.on_stand_ins.append(on_stand_ins)
+hooks.on_lone_value.append(remember_own)  # so that one replica is judged as several
+hooks.describe.append(describe)

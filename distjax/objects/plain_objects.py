@@ -57,6 +57,9 @@ class Surroundings:
         are as before when the program has been traced; one that is new may hold traced values.
       call: (args, kwargs); objects among them are Static.
       names: names of the positional arguments.
+
+    Attributes:
+      inner: those of functions that it runs in its trace.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Surroundings:
             if isinstance(leaf, Static):
                 name = user_path(jax.tree_util.keystr(path), names)
                 self._arguments.append(_Argument(name, leaf, find_arrays(leaf.value, name)))
-        self._inner: list[Surroundings] = []
+        self.inner: list[Surroundings] = []
 
     @property
     def objects(self) -> list[object]:
@@ -123,7 +126,7 @@ class Surroundings:
           TraceLeakError: it has; or it has exchanged what it captures.
         """
         function = function_name(self._fn)
-        for each in (self, *self._inner):
+        for each in (self, *self.inner):
             each._require_none_captured()
         before = {id(array) for each in self._arguments for array in each.held.values()}
         for name, static, _ in self._arguments:
@@ -164,7 +167,7 @@ def watch_inner(fn: Callable[..., Any], is_stateful: Callable[[object], bool]) -
     """Lets the program that is being traced look at what ``fn``, which it calls, can change."""
     current: Surroundings | None = getattr(_this_thread, "current", None)
     if current is not None:
-        current._inner.append(Surroundings(fn, is_stateful))
+        current.inner.append(Surroundings(fn, is_stateful))
 
 
 def _constants(jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> Iterator[object]:

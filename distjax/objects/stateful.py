@@ -374,7 +374,7 @@ class StatefulArgs:
         strategy: StrategyLike,
         fn: Callable[..., Any],
         args: tuple[PyTree, ...],
-        keywords: ObjectKeywords,
+        keywords: PyTree,
         state: TraceState,
     ) -> tuple[ResultTree, Any, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
@@ -398,9 +398,15 @@ class StatefulArgs:
         return take_apart(result), outcome, stored
 
     def emit_call(
-        self, fn: Callable[..., Any], args: tuple[PyTree, ...], keywords: ObjectKeywords
+        self,
+        fn: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        keywords: PyTree,
+        state: TraceState,
     ) -> tuple[ResultTree, Any, Any]:
         """Calls ``fn`` in the global view; returns what `finish` takes."""
+        args, own = without_expectations(args, keywords.kwargs, state.expectations)
+        keywords = dataclasses.replace(keywords, kwargs=own)
         args, keywords = self._with_inputs(args, keywords, False)
         result, outcome, finals = self._trace(fn, args, keywords, None)
         stored = self._split.combine_writes(outcome, finals, None)
@@ -552,34 +558,9 @@ def run_here(
         return stateful.finish((result, outcome, stored))()
 
 
-def emit_run(
-    strategy: StrategyLike,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, PyTree] | ObjectKeywords,
-    state: TraceState,
-) -> Any:
-    """Emits ``fn`` on every replica; objects are passed as arrays in the arguments.
-
-    Returns the results; if there are objects, what `StatefulArgs.finish` takes.
-    """
-    if isinstance(kwargs, ObjectKeywords):
-        return _this_thread.call.emit_run(strategy, fn, args, kwargs, state)
-    return run_in_trace(strategy, fn, args, kwargs, state)
-
-
-def emit_call(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, PyTree] | ObjectKeywords,
-    state: TraceState,
-) -> Any:
-    """Calls ``fn`` in the global view; otherwise like `emit_run`."""
-    own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
-    args, own = without_expectations(args, own, state.expectations)
-    if isinstance(kwargs, ObjectKeywords):
-        return _this_thread.call.emit_call(fn, args, dataclasses.replace(kwargs, kwargs=own))
-    return fn(*args, **own)
+def call_of(kwargs: dict[str, PyTree] | ObjectKeywords) -> StatefulArgs | None:
+    """Returns the call that is being traced with these keyword arguments, if it has objects."""
+    return _this_thread.call if isinstance(kwargs, ObjectKeywords) else None
 
 
 @contextlib.contextmanager

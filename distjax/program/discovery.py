@@ -32,7 +32,7 @@ from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax.replica.trace import add_value_note
 from distjax.staged_call import stage_call
-from distjax.traced_types import as_traced, type_of
+from distjax.traced_types import type_of
 from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import access
@@ -100,8 +100,12 @@ class Step(Protocol):
 #
 # What is not an array in a signature's results (Python objects, the result tree) leaves a compiled
 # call in the auxiliary data of its output tree, since a cache hit runs none of our Python code
-# inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``: the spec is
-# the key of a dict, which `jit` builds in C.
+# inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``: the spec is
+# the key of a dict, which `jit` builds in C, and so it does the user's results if it can.
+
+
+#: Trees that JAX builds in C.
+_BUILT_IN = (tuple, list, dict, type(None))
 
 
 class OutputSpec:
@@ -113,13 +117,14 @@ class OutputSpec:
       recreated: the names of existing variables that constructors returned again.
 
     Attributes:
-      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays.
+      unpack: ``unpack(arrays)`` returns the user's results.
+      is_built: whether the program returns the user's results instead of their arrays.
       recreated: as given.
       completion: the index of the array that is ready when the program has completed; None: its
         token is.
     """
 
-    __slots__ = ("completion", "recreated", "unpack")
+    __slots__ = ("completion", "is_built", "recreated", "unpack")
 
     def __init__(
         self,
@@ -129,12 +134,17 @@ class OutputSpec:
     ):
         self.recreated = recreated
         self.completion: int | None = None
-        combine = partitioned.combine
-        if partitioned.is_of_arrays:
-            combine = partitioned.treedef.unflatten
+        is_plain = partitioned.is_of_arrays
+        combine = partitioned.treedef.unflatten if is_plain else partitioned.combine
         if any(aux is not None for aux in per_replica):
-            combine = functools.partial(_unpack, combine, per_replica)
+            combine, is_plain = functools.partial(_unpack, combine, per_replica), False
         self.unpack: Callable[[Sequence[jax.Array]], Any] = combine
+        kinds = (kind for kind, _ in nodes_of(partitioned.treedef))
+        self.is_built = is_plain and all(kind in _BUILT_IN for kind in kinds)
+
+    def results(self, outputs: PyTree) -> Any:
+        """Returns the user's results."""
+        return outputs if self.is_built else self.unpack(outputs)
 
 
 def _unpack(
@@ -181,7 +191,7 @@ def show_end(
 def completion_of(returned: tuple[Any, ...]) -> Any:
     """Returns what is ready when the program that returned this is done; None: nothing tells."""
     completion = spec_of(returned).completion
-    return returned[3] if completion is None else returned[2][completion]
+    return returned[3] if completion is None else jax.tree.leaves(returned[2])[completion]
 
 
 def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:
@@ -260,8 +270,7 @@ class InitialValues:
 
         shardings = [v.sharding if v.size else None for v in variables]
         compiled = jax.jit(initial, out_shardings=shardings)
-        for layer in hooks.layers():
-            layer.on_created(variables, lambda: compiled.lower(inputs))
+        hooks.tell(hooks.on_created, variables, lambda: compiled.lower(inputs))
         return compiled(inputs)
 
 
@@ -303,16 +312,16 @@ class Discovered:
         name: str,
         jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
-        signature: tuple[Any, ...],
+        treedef: jax.tree_util.PyTreeDef,
         partitioned: PartitionedTree,
         per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
-        facts: Mapping[hooks.Layer, Sequence[Any]],
+        facts: Mapping[Any, Any],
         takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
-        self._consts, self._signature = consts, signature
+        self._consts, self._treedef = consts, treedef
         self._partitioned, self._per_replica = partitioned, per_replica
         self._log = log
         self.roots: list[Any] = []
@@ -322,7 +331,6 @@ class Discovered:
         code, self.reads = with_variables_as_inputs(jaxpr)
         self._jaxpr = join_maps(code)
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
-        self._read_types = [as_traced(v.aval) for v in read]
         constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
         self._constraints = {e.outvars[0]: e for e in constraints}
         written = self._jaxpr.outvars[len(per_replica) : len(per_replica) + len(writes)]
@@ -340,8 +348,7 @@ class Discovered:
     @functools.cached_property
     def meshes(self) -> frozenset[Any]:
         """The meshes of its arguments and equations."""
-        treedef, _ = self._signature
-        topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
+        topologies = (aux[0] for kind, aux in nodes_of(self._treedef) if kind is PerReplica)
         of_arguments = (t.mesh for t in topologies if t.mesh is not None)
         return frozenset((*of_arguments, *_meshes_of(self._jaxpr)))
 
@@ -356,15 +363,6 @@ class Discovered:
         """The paths of the array results, and whether each differs per replica."""
         varying = (w is not None for w in self._per_replica)
         return list(zip(self._partitioned.paths, varying, strict=True))
-
-    def fits(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Any, Any]
-    ) -> bool:
-        """Returns whether the trace was made for arguments and variables of these types."""
-        if signature_of((args, kwargs)) != self._signature:
-            return False
-        read = zip(self.reads, self._read_types, strict=True)
-        return all(v.global_type(values[v]) == t for v, t in read if v in values)
 
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
@@ -430,8 +428,7 @@ def discover(
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        for layer in hooks.layers():
-            layer.on_stand_ins(arrays, given)
+        hooks.tell(hooks.on_stand_ins, arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
         try:
@@ -440,7 +437,7 @@ def discover(
                 partitioned = PartitionedTree(result, _is_result)
             topology = entered.strategy.extended.topology
             leaves = partitioned.take_leaves()
-            facts = hooks.describe(leaves)
+            facts = {describe: describe(leaves) for describe in hooks.describe}
             results = [place_output(leaf, topology) for leaf in leaves]
             per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
             writes = list(state.written)
@@ -458,8 +455,7 @@ def discover(
         with explaining_errors():
             jaxpr, consts = inner_traces.trace_jaxpr(trace, list(map(type_of, given)))
     error = found.pop("error", None)
-    signature = signature_of((args, kwargs))
-    discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
+    discovered = Discovered(step.name, jaxpr, consts, treedef, log=log, **found)
     discovered.roots = [step.function, *around.objects]
     _let_later_traces_initialize(discovered, step, args, kwargs)
     if error is not None:
@@ -469,8 +465,7 @@ def discover(
     around.require_no_leaks(found["partitioned"].objects)
     around.require_inputs(jaxpr, consts)
     _require_no_baked_state(consts)
-    for layer in hooks.layers():
-        layer.on_program(discovered.reads, discovered.writes, discovered.results)
+    hooks.tell(hooks.on_program, discovered.reads, discovered.writes, discovered.results)
     return discovered
 
 

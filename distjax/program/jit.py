@@ -24,8 +24,7 @@ from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.integers import is_int
 from distjax.objects.stateful import (
-    emit_call,
-    emit_run,
+    call_of,
     is_placeholder,
     is_stateful,
 )
@@ -49,6 +48,7 @@ from distjax.replica.arguments import (
     unmark,
     user_path,
 )
+from distjax.replica.run import run_in_trace
 from distjax.replica.trace import add_value_note
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
@@ -382,7 +382,10 @@ class JitStep:
         """Calls the function in the global view."""
         if not self._hands_on_static:
             args, kwargs = unmark((args, kwargs))
-        return emit_call(self._fn, args, kwargs, state)
+        if (call := call_of(kwargs)) is not None:
+            return call.emit_call(self._fn, args, kwargs, state)
+        args, kwargs = without_expectations(args, kwargs, state.expectations)
+        return self._fn(*args, **kwargs)
 
     def place(self, tree: PyTree) -> Any:
         """Returns uncommitted arguments, which the program may move to its devices."""
@@ -436,10 +439,12 @@ def jit(
         )
     require_callable(fn, "jit")
     donate = donated_numbers(fn, donate_argnums)
-    numbers = as_numbers(static_argnums, "static_argnums")
+    names = positional_names(fn) if static_argnums != () else []
+    why = "a static argument is found by the name of its parameter"
+    numbers = _positions(fn, static_argnums, names, len(names), "static_argnums", why)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
-    return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+    return CompiledFunction(fn, donate, static | {names[n] for n in numbers})
 
 
 def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
@@ -448,19 +453,37 @@ def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple
     Raises:
       ValueError: one is not an int, or is out of range.
     """
-    numbers, names = as_numbers(given, "donate_argnums"), positional_names(fn)
-    unknown = [n for n in numbers if not -len(names) <= n < _most_arguments(fn)]
+    names = positional_names(fn)
+    why = (
+        "an argument is donated by the position of its parameter; a negative number is counted "
+        "from the last of them"
+    )
+    most = _most_arguments(fn)
+    numbers = _positions(fn, given, names, most, "donate_argnums", why)
+    return tuple(n % len(names) if n < 0 else n for n in numbers)
+
+
+def _positions(
+    fn: Callable[..., Any],
+    given: int | Sequence[int],
+    names: Sequence[str],
+    most: float,
+    argument: str,
+    why: str,
+) -> tuple[int, ...]:
+    """Returns numbers of positional arguments of a function that takes at most that many."""
+    numbers = as_numbers(given, argument)
+    unknown = [n for n in numbers if not -len(names) <= n < most]
     if unknown:
         raise ValueError(
             message(
-                f"jit: donate_argnums needs positions of parameters of {function_name(fn)}",
+                f"jit: {argument} needs positions of parameters of {function_name(fn)}",
                 got=f"{unknown}; its positional parameters are {names}",
-                why="an argument is donated by the position of its parameter; a negative number is "
-                "counted from the last of them",
-                fix="dj.jit(fn, donate_argnums=(0,))",
+                why=why,
+                fix=f"dj.jit(fn, {argument}=(0,))",
             )
         )
-    return tuple(n % len(names) if n < 0 else n for n in numbers)
+    return numbers
 
 
 def _most_arguments(fn: Callable[..., Any]) -> float:
@@ -497,22 +520,6 @@ def as_numbers(
             fix=f"dj.{method}(fn, {argument}=(0,))",
         )
     )
-
-
-def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
-    """Returns the names of the positional parameters with these numbers."""
-    names = positional_names(fn) if numbers else []
-    unknown = [n for n in numbers if not -len(names) <= n < len(names)]
-    if unknown:
-        raise ValueError(
-            message(
-                f"jit: static_argnums needs positions of parameters of {function_name(fn)}",
-                got=f"{unknown}; its positional parameters are {names}",
-                why="a static argument is found by the name of its parameter",
-                fix="dj.jit(fn, static_argnums=(0,))",
-            )
-        )
-    return frozenset(names[n] for n in numbers)
 
 
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
@@ -569,7 +576,10 @@ class RunStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function on every replica."""
-        return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
+        strategy, fn = self._extended.strategy, self._resolve()
+        if (call := call_of(kwargs)) is not None:
+            return call.emit_run(strategy, fn, args, kwargs, state)
+        return run_in_trace(strategy, fn, args, kwargs, state)
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments, with arrays on other devices moved to the strategy's."""

@@ -26,11 +26,9 @@ from distjax.program.discovery import (
     OutputSpec,
     Step,
     completion_of,
-    discover,
     show_end,
 )
 from distjax.typing import PyTree
-from distjax.variables.state import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
 
 #: Writes the state of objects back, and returns what builds the user's results.
@@ -90,11 +88,10 @@ class Build:
         self._keeps = is_one and not any(v.stored.is_remote for v in self.variables)
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
-        self.watchers = hooks.watchers_of(self)
+        self.watchers: list[hooks.Watcher] = hooks.tell(hooks.watchers, self)
         if is_throttled() and self.spans_devices:
             self.watchers.append(hooks.Watcher(after=_throttle))
-        launchers = (layer.launcher(self) for layer in hooks.layers())
-        self._launch_elsewhere = next(filter(None, launchers), None)
+        self._launch_elsewhere = next(iter(hooks.tell(hooks.launchers, self)), None)
         self._begins = [w.begin for w in self.watchers if w.begin is not None]
         self._ends = [w.end for w in self.watchers if w.end is not None]
         self._afters = [w.after for w in self.watchers if w.after is not None]
@@ -130,17 +127,13 @@ class Build:
         if found is None:
             raise NotTraced
         values = dict(zip(self.variables, (*written, *read), strict=True))
-        if not found.fits(args, kwargs, values):  # a variable has been given other types
-            found = discover(self.step, args, kwargs, CreationLog())
-            if not self.covers(found):
-                raise NotTraced
-        self.record(found)
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if self.watchers and found.spans_devices:
             token = show_end(spec, arrays, args, kwargs, self.step.donate_argnums)
         written = [new.get(v, values[v]) for v in self.writes]
-        return written, {spec: None}, arrays, token
+        outputs = spec.unpack(arrays) if spec.is_built else arrays
+        return written, {spec: None}, outputs, token
 
     def record(self, found: Discovered) -> None:
         """Records what one more trace reached, and what it knew of its results."""
@@ -158,9 +151,12 @@ class Build:
             and self.meshes >= found.meshes
         )
 
-    @contextlib.contextmanager
-    def offering(self, found: Discovered | None) -> Generator[None]:
+    def offering(self, found: Discovered | None) -> contextlib.AbstractContextManager[None]:
         """A context in which `jit` may compile this trace, or run it."""
+        return contextlib.nullcontext() if found is None else self._offering(found)
+
+    @contextlib.contextmanager
+    def _offering(self, found: Discovered) -> Generator[None]:
         self._offer.found = found
         try:
             yield
@@ -188,7 +184,7 @@ class Build:
     def launch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> tuple[Any, OutputSpec]:
-        """Runs the program; returns what `finish` does, or its arrays, and how results are built.
+        """Runs the program; returns what `finish` does, or its outputs, and how results are built.
 
         No code of the user runs here: the classes of the tree that the step returns are called by
         the caller, who launches nothing again because they raise.
@@ -230,7 +226,7 @@ class Build:
                     for end in self._ends:
                         end(returned)
                 (spec,) = returned[1]
-                result = returned[2] if finish is None else finish(spec.unpack(returned[2]))
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
             finally:
                 if waits:
                     interrupts.let_go()  # Ctrl-C raises here

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,8 +85,8 @@ class FormerBuilds:
         kept.setdefault(self, []).append(former)
 
 
-#: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
-Remedy = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+#: To launch it as it is, compiled, off explicit meshes, and with arguments on its devices.
+_MOST_ATTEMPTS = 4
 
 #: Raises for (args, kwargs) that a trace, which does not see layouts, cannot reject.
 Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -134,15 +134,16 @@ class Program:
         """
         build, refused = self._ready, None
         if build is not None and ((is_current := build.reached.is_current) is None or is_current()):
-            given = self._prepare(args, kwargs) if self._prepares else (args, kwargs)
+            if self._prepares:
+                args, kwargs = self._prepare(args, kwargs)
             try:
-                arrays, spec = build.launch(*given)
+                outputs, spec = build.launch(args, kwargs)
             except Exception as error:
                 refused = error
             else:
                 if spec.recreated:
                     self._recreated, self._ready = spec.recreated, None
-                return spec.unpack(arrays)
+                return outputs if spec.is_built else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
             if has_user_mesh():
                 call = functools.partial(self._call_slowly, refused=refused)
@@ -192,9 +193,10 @@ class Program:
         if self._num_calls > 1:
             return self._with_objects(self._run, args, kwargs, refused)
         names = self._step.name, self._step.argument_names
-        after_call = hooks.on_call(self._memory, self._step, names, args, kwargs)
+        told = hooks.tell(hooks.on_call, self._memory, self._step, names, args, kwargs)
         result = self._with_objects(self._run, args, kwargs, refused)
-        after_call(result, self._build.facts if self._build is not None else {})
+        for after_call in told:
+            after_call(result, self._build.facts if self._build is not None else {})
         return result
 
     def _with_objects(
@@ -225,8 +227,8 @@ class Program:
     ) -> Any:
         """Launches the program; compiles it first where `jit` refuses these arguments.
 
-        Each round of the loop makes progress, or raises: a signature is compiled, or arguments are
-        changed to what `jit` accepts. What has run is never run again.
+        It is tried again only if the arguments are new, or can be changed to what `jit` accepts:
+        what has run is never run again.
 
         Args:
           args: positional arguments.
@@ -240,31 +242,31 @@ class Program:
         _require_guarded(self._step.name, self._recreated)
         build, found = self._current_build(), None
         if build is None:
-            args, kwargs = self._mark_objects(args, kwargs) or (args, kwargs)
             refused = NotTraced()
-        if self._prepares:
+        elif self._prepares:
             args, kwargs = self._prepare(args, kwargs)
-        remedies = iter(self._remedies)
         try:
-            while True:
+            for _ in range(_MOST_ATTEMPTS):
                 if refused is not None:
-                    args, kwargs = self._remedy(refused, args, kwargs, remedies)
+                    args, kwargs = self._accepted(refused, args, kwargs)
                 try:
-                    if refused is not None:
+                    if refused is not None or build is None:
                         build, found = self._compile(args, kwargs)
-                    assert build is not None, "compiled above"
                     with build.offering(found):
                         result, spec = build.launch(args, kwargs, finish)
                     break
                 except Exception as error:
                     refused = error
+            else:
+                assert refused is not None, "each attempt was refused"
+                raise refused
         finally:
             del refused  # its traceback holds this frame, and the arguments
         self._recreated = spec.recreated
         if finish is not None:
             return result()
         self._ready = build if self._num_calls > 1 and not spec.recreated else None
-        return spec.unpack(result)
+        return spec.results(result)
 
     def _current_build(self) -> Build | None:
         """Returns the build for the objects that the function reaches now; None: there is none."""
@@ -317,24 +319,39 @@ class Program:
 
     # -- what a call that was refused needs -----------------------------------
 
-    def _remedy(
-        self,
-        refused: Exception,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        remedies: Iterator[Remedy],
+    def _accepted(
+        self, refused: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        """Returns arguments for another attempt after `refused`, or raises it.
+        """Returns the arguments as `jit` takes them, or raises `refused` if they are so already."""
+        self._explain(refused, args)
+        is_new = isinstance(refused, NotTraced)
+        if jax_compat.is_broken_cache(refused):
+            self._build, is_new = None, True
+        marked = self._mark_objects(args, kwargs)
+        if marked is not None:
+            args, kwargs = marked
+        elif not is_new and user_mesh.has_explicit_mesh((args, kwargs)):
+            args, kwargs = user_mesh.off_explicit_meshes((args, kwargs))
+        elif not is_new:
+            args, kwargs = self._placed(refused, args, kwargs)
+        return self._prepare(args, kwargs) if self._prepares else (args, kwargs)
 
-        Args:
-          refused: what the launch raised.
-          args: positional arguments.
-          kwargs: keyword arguments.
-          remedies: those not yet tried in this call.
-        """
+    def _placed(
+        self, refused: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> Arguments:
+        """Returns the arguments on devices where the program can run, or raises `refused`."""
+        if not jax_compat.is_device_mismatch(refused):
+            raise refused
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
+            if is_per_replica(leaf):
+                return_to_replicas(leaf)
+        return self._step.place((args, kwargs))
+
+    def _explain(self, refused: Exception, args: tuple[Any, ...]) -> None:
+        """Raises a clearer error in place of one that a launch raised, if there is one."""
         require_no_nan(refused, self._step, self._build, args)
         if isinstance(refused, NotTraced):
-            return args, kwargs
+            return
         for variable in self._build.variables if self._build is not None else ():
             try:
                 variable.stored.require()
@@ -343,39 +360,6 @@ class Program:
                 raise lost from None if isinstance(refused, ContextError) else refused
         if "deleted" in str(refused):
             self._require_undeleted(args)
-        changed = filter(None, (remedy(refused, args, kwargs) for remedy in remedies))
-        found = next(changed, None)
-        if found is None:
-            raise refused
-        return found
-
-    @property
-    def _remedies(self) -> Sequence[Remedy]:
-        return (
-            lambda _, args, kwargs: self._mark_objects(args, kwargs),
-            self._compile_anew,
-            user_mesh.leave_explicit_meshes,
-            self._place,
-        )
-
-    def _compile_anew(
-        self, refused: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> Arguments | None:
-        if not jax_compat.is_broken_cache(refused):
-            return None
-        self._build = None
-        return args, kwargs
-
-    def _place(
-        self, refused: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> Arguments | None:
-        """Returns the arguments on devices where the program can run."""
-        if not jax_compat.is_device_mismatch(refused):
-            return None
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
-            if is_per_replica(leaf):
-                return_to_replicas(leaf)
-        return self._step.place((args, kwargs))
 
     # -- tracing and compiling --------------------------------------------------
 
@@ -388,7 +372,7 @@ class Program:
         operation by operation (`jax.disable_jit`, `jax.debug_nans`), or to compile it, if it has
         no variables, so that there is no lock to hold up anyone.
         """
-        with self._tracing, hooks.working(f"compiling {self._step.name}"):
+        with self._tracing, hooks.inside(hooks.at_work, f"compiling {self._step.name}"):
             self.require(args, kwargs)
             self._require_held(args, kwargs)
             build, found, lowered = self._build, None, None
@@ -430,10 +414,8 @@ class Program:
             try:
                 return self._lower_traced(*given)
             except ValueError as error:
-                placed = self._place(error, *given)
-                if placed is None:
-                    raise
-            return self._lower_traced(*placed)
+                refused = error
+            return self._lower_traced(*self._placed(refused, *given))
 
     def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         if self._build is not None:
@@ -455,8 +437,7 @@ class Program:
             require_no_trace(found.created[0].name)
             found.initial_values.store(step, args, kwargs)
             found = discover(step, args, kwargs, CreationLog(made=found.created))
-        for layer in hooks.layers():
-            layer.on_new_program(step.name)
+        hooks.tell(hooks.on_new_program, step.name)
         self._build = Build(step, found, build)
         self._formers.replace_by(self._build)
         return self._build, found

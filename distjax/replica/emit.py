@@ -105,8 +105,7 @@ class JaxprEmitter:
         flags = [varying[v] for v in outs]
         part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
         if self.topology.num_replicas > 1:
-            for layer in hooks.layers():
-                layer.on_segment(part, [env[v].varying for v in ins], self.analysis)
+            hooks.tell(hooks.on_segment, part, [env[v].varying for v in ins], self.analysis)
         values = map_replicas(
             self.topology,
             lambda *local: self._evaluate(part, (), local),
@@ -181,7 +180,7 @@ def emit_equation(
 def _emit_merge(
     emitter: JaxprEmitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
-    with hooks.merging(eqn):
+    with hooks.inside(hooks.in_merge, eqn):
         return eqn.params["merge"].emit(ins, emitter.topology)
 
 

@@ -292,7 +292,20 @@ class UserMerge:
         self.strategy, self.fn, self.args = strategy, fn, args
         self._closure = ClosureValues(fn)
         self._modes = ProgramModes.of_this_thread()
-        self._trace_for_shapes()
+        # Every array is first passed as one value, which makes any operation legal and gives the
+        # same shapes and dtypes for a replica. If that raises, every array is passed per replica.
+        try:
+            self.jaxpr = self._trace_for_shapes(varying=False)
+        except MergeError:  # no locality would fix this
+            raise
+        except Exception:
+            if not self.args.leaves or self.topology.num_replicas == 1:
+                raise
+            with contextlib.suppress(Exception):  # the first error is reported
+                self._trace_for_shapes(varying=True)
+                self.jaxpr = None
+                return
+            raise
 
     @property
     def topology(self) -> Topology:
@@ -310,28 +323,8 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
-    def _trace_for_shapes(self) -> None:
-        """Traces the function abstractly, for its shapes and variables.
-
-        Every array is first passed as one value, which makes any operation legal and gives the
-        same shapes and dtypes for a replica. If that raises, every array is passed per replica.
-        """
-        try:
-            self.jaxpr = self._trace(varying=False)
-        except MergeError:  # no locality would fix this
-            raise
-        except Exception:
-            if not self.args.leaves or self.topology.num_replicas == 1:
-                raise
-            try:
-                self._trace(varying=True)
-                self.jaxpr = None
-                return
-            except Exception:  # report the first error
-                pass
-            raise
-
-    def _trace(self, *, varying: bool) -> jax_compat.Jaxpr:
+    def _trace_for_shapes(self, *, varying: bool) -> jax_compat.Jaxpr:
+        """Traces the function abstractly, for its shapes and variables."""
         topology, found = self.topology, dict[str, Any]()
         axes = (topology.num_replicas,) if varying else ()
         given = map(jax_compat.aval_of, self.args.leaves)

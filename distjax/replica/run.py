@@ -37,9 +37,7 @@ from distjax.replica.global_value import (
 )
 from distjax.replica.trace import (
     ReplicaTrace,
-    add_captured_note,
-    add_keys_note,
-    add_value_note,
+    add_notes,
     keep_created,
     require_no_other_mesh,
     require_own_axis,
@@ -126,7 +124,7 @@ def run_in_trace(
     """
     topology = strategy.extended.topology
     names = positional_names(fn)
-    after_call = hooks.on_call(outer.memory, fn, (function_name(fn), names), args, kwargs)
+    told = hooks.tell(hooks.on_call, outer.memory, fn, (function_name(fn), names), args, kwargs)
     args, kwargs = without_expectations(args, kwargs, outer.expectations)
     partitioned = PartitionedTree(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
@@ -134,7 +132,14 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    traced = _trace_valid(strategy, fn, given, outer, topology)
+    try:
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
+    except Exception as error:
+        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
+        raise
+    require_no_other_mesh(given.name, traced.jaxpr, topology)
+    for captured in traced.consts:
+        require_not_split(captured, topology, f"an array that {given.name} captures")
     require_own_axis(given.name, traced.jaxpr, topology)
     try:
         outs = _emit(topology, traced, global_values, outer)
@@ -167,10 +172,10 @@ def run_in_trace(
         is_several,
         outer.expectations,
     )
-    for layer in hooks.layers():
-        layer.on_traced(run)
+    hooks.tell(hooks.on_traced, run)
     result = traced.result.combine(values)
-    after_call(result, {})
+    for after_call in told:
+        after_call(result, {})
     return result
 
 
@@ -194,30 +199,6 @@ def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalV
         return results
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
-
-
-def _trace_valid(
-    strategy: StrategyLike,
-    fn: Callable[..., Any],
-    given: Given,
-    outer: TraceState,
-    topology: Topology,
-) -> ReplicaTrace:
-    """Traces ``fn``; raises if it does what a replica cannot do."""
-    try:
-        traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
-    except (AttributeError, TypeError, jax.errors.JAXTypeError) as error:
-        add_captured_note(error, given.name)
-        add_value_note(error, given.name, given.paths, given.partitioned.leaves)
-        raise
-    except ValueError as error:
-        arguments = given.name, given.paths, given.partitioned.leaves
-        add_keys_note(error, *arguments, topology.num_replicas)
-        raise
-    require_no_other_mesh(given.name, traced.jaxpr, topology)
-    for captured in traced.consts:
-        require_not_split(captured, topology, f"an array that {given.name} captures")
-    return traced
 
 
 def _bind_created(

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.errors import message
-from distjax.hooks import Layer, install
 from distjax.interrupts import interrupts
 from distjax.placement.transfer import transfer
 from distjax.program.discovery import OutputSpec, spec_of
@@ -411,18 +410,10 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
             with interrupts.held():
                 for each, array in zip(stored, returned[0], strict=True):
                     each.swap(array)
-                result = returned[2] if finish is None else finish(spec.unpack(returned[2]))
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
         return result, spec
 
     return launch
 
 
-class _Servers(Layer):
-    """Launches programs whose variables are at servers."""
-
-    def launcher(self, build: Build) -> Callable[..., Any] | None:
-        """Returns what launches a program that writes such variables."""
-        return _launch_at_servers(build)
-
-
-install(_Servers())
+hooks.launchers.append(_launch_at_servers)

@@ -57,7 +57,8 @@ def _cross_replica(method: _Method[_P, _R]) -> _Method[_P, _R]:
     @functools.wraps(method)
     def call(self: StrategyExtended, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         frames.require_cross_replica(self.strategy, name)
-        return off_mesh(self, *args, **kwargs)
+        call = off_mesh if user_mesh.has_user_mesh() else method
+        return call(self, *args, **kwargs)
 
     return call
 

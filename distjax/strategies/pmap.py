@@ -333,23 +333,13 @@ def _run_on_rows(
         return take_apart(require_finished(fn(*args, **kwargs), fn))
 
     apart.__qualname__ = mapping.name
-    heard = _HearsRun()
-    with hooks.listening(heard):
+    runs: list[TracedRun] = []
+    with hooks.listening((hooks.on_traced, runs.append)):
         result: ResultTree = strategy.run(apart, args, kwargs)
-    leaves = _stack(result, mapping, heard.run, topology)
+    leaves = _stack(result, mapping, runs[-1], topology)
     if leaves_program:
         leaves = [AlreadyPlaced(x) if isinstance(x, jax.Array) else x for x in leaves]
     return result.treedef.unflatten(leaves)
-
-
-class _HearsRun(hooks.Layer):
-    """Hears what a mapped function was traced to."""
-
-    run: TracedRun
-
-    def on_traced(self, run: TracedRun) -> None:
-        """Keeps the last run."""
-        self.run = run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,7 @@ def _call(
     told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
     call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
-    for layer in hooks.layers():
-        layer.on_reduced(name, values, outs, topology)
+    hooks.tell(hooks.on_reduced, name, values, outs, topology)
     return [note_one_value(out, topology.num_replicas) for out in outs]
 
 

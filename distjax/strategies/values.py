@@ -203,7 +203,7 @@ def values_from_function(extended: ExtendedLike, fn: Callable[[Any], Any]) -> An
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         value = fn(ValueContext())
-        hooks.on_lone_value(value)
+        hooks.tell(hooks.on_lone_value, value)
         return value
     topology = extended.topology
     flat: list[tuple[list[Any], Any]] = []
@@ -319,7 +319,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     topology = extended.topology
     if not extended.wraps:
         row = _place(without_alias(rows[0]), topology)
-        hooks.on_lone_value(row)
+        hooks.tell(hooks.on_lone_value, row)
         return row
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)

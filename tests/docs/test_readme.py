@@ -70,10 +70,9 @@ def test_it_counts_the_files_that_still_name_a_layer():
 
 
 def test_every_event_is_in_it():
-    """Those of `Layer`, and the libraries of objects, which are known by name."""
     events = {event.strip("`") for event, _, _ in rows_of("Events")}
-    of_layers = {name for name, value in vars(hooks.Layer).items() if callable(value)}
-    assert events == of_layers | {"object_layers"}
+    there = {name for name, value in vars(hooks).items() if isinstance(value, hooks.Event)}
+    assert events == there | {"object_layers"}
 
 
 def test_every_module_stands_in_the_readme_of_its_package():

@@ -186,8 +186,8 @@ class SplitNNX:
         left = {id(node) for _, node in nnx.iter_graph(tuple(self._objects))}
         return {i: v for i, v in enumerate(self._variables) if is_variable(v) and id(v) in left}
 
-    def collect(self, even_unchanged: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
-        """Returns the static part at the end, and the values of changed variables, by number.
+    def collect(self, even_unchanged: frozenset[int]) -> tuple[Outcome, dict[int, list[Any]]]:
+        """Returns the static part at the end, and the leaves of changed variables, by number.
 
         The numbers are those of the plan; if the graph changed, those of the new graph.
         """
@@ -219,11 +219,11 @@ class SplitNNX:
         finals, shards = {}, set()
         for i, (each, value) in enumerate(zip(after, values, strict=True)):
             if i in changed or each.origin in kept or _metric_of(each.entry) in whole:
-                leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+                leaves = _leaves_of(value)
                 held = [self._shard_of(leaf) for leaf in leaves]
                 shards.update((i, k) for k, h in enumerate(held) if h is not None)
                 pairs = zip(leaves, held, strict=True)
-                finals[i] = treedef.unflatten([x if h is None else h[0] for x, h in pairs])
+                finals[i] = [x if h is None else h[0] for x, h in pairs]
         new = None if is_same and graphdef == self._graphdef_of_same else graphdef
         return Outcome(new, tuple(after), frozenset(shards)), finals
 
@@ -266,36 +266,38 @@ class SplitNNX:
         return state.shard_of(value) if self._in_replica and state is not None else None
 
     def combine_writes(
-        self, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None
-    ) -> dict[int, Any]:
-        """Returns the written values in stored form; replicas' writes are combined by rule."""
+        self, outcome: Outcome, finals: Mapping[int, list[Any]], strategy: StrategyLike | None
+    ) -> dict[int, list[Any]]:
+        """Returns the written leaves in stored form; replicas' writes are combined by rule."""
         return combine_writes(self.plan, outcome, finals, strategy)
 
     # -- after the program --------------------------------------------------------
 
-    def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
+    def write_back(self, outcome: Outcome, stored: Mapping[int, list[Any]]) -> None:
         """Writes the new values to the objects, and their new graph if it changed."""
+        after = outcome.variables
+        values = {i: after[i].entry.treedef.unflatten(leaves) for i, leaves in stored.items()}
         if outcome.graphdef is None:
-            write_entries(self._variables, stored)
+            write_entries(self._variables, values)
         else:
             own = {
-                v.origin: stored[i]
-                for i, v in enumerate(outcome.variables)
-                if i in stored and v.origin is not None and not v.is_replaced
+                v.origin: values[i]
+                for i, v in enumerate(after)
+                if i in values and v.origin is not None and not v.is_replaced
             }
             # First: building the graph calls the user's classes.
             write_entries(self._variables, own)
-            self._write_graph(outcome, stored)
+            self._write_graph(outcome, values)
         if self.plan.strategy is None:  # a `run` in the program may have placed the objects
             held = filter(is_in_host_memory, filter(is_variable, self._variables))
             add_hooks(held)
 
-    def _write_graph(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
+    def _write_graph(self, outcome: Outcome, new: Mapping[int, Any]) -> None:
         """Gives the objects their new graph, or, if a class in it raises, leaves them the old."""
         if self._references is None:  # kept, so that a retry after a signal sees the old graph
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects))
         values = [
-            stored[i] if v.origin is None or i in stored else raw_value(self._variables[v.origin])
+            new[i] if v.origin is None or i in new else raw_value(self._variables[v.origin])
             for i, v in enumerate(outcome.variables)
         ]
         nodes = [x for x in self._references.values() if isinstance(x, nnx.Pytree)]

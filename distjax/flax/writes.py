@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -21,7 +20,7 @@ from distjax.flax.plans import BARE, Entry, Plan, as_stored_output
 from distjax.flax.rules import SUM, CombineParts, refuse, require_whole
 from distjax.lint.between_runs import is_own
 from distjax.lint.findings import ALONE, STATE_WHY
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.typing import PyTree
@@ -77,16 +76,16 @@ class _Leaf(NamedTuple):
 
 
 def combine_writes(
-    plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None
-) -> dict[int, Any]:
-    """Returns the values of variables at the end of a step in stored form, by number.
+    plan: Plan, outcome: Outcome, finals: Mapping[int, list[Any]], strategy: StrategyLike | None
+) -> dict[int, list[Any]]:
+    """Returns the leaves of variables at the end of a step in stored form, by number.
 
     A key that each replica set differently is left out: it stays as it was.
 
     Args:
       plan: the static part of the objects at the start.
       outcome: their static part at the end.
-      finals: variable -> its value in the global view.
+      finals: variable -> its leaves in the global view.
       strategy: the strategy whose replicas wrote; None if global-view code did.
 
     Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics
@@ -100,7 +99,7 @@ def combine_writes(
     leaves = []
     for i, final in finals.items():
         entry = outcome.variables[i].entry
-        own = zip(jax.tree.leaves(final, is_leaf=is_per_replica), entry.layouts, strict=True)
+        own = zip(final, entry.layouts, strict=True)
         leaves += [_Leaf((i, k), value, entry, layout) for k, (value, layout) in enumerate(own)]
     if strategy is None:
         combined = {leaf.where: leaf.value for leaf in leaves}
@@ -111,13 +110,12 @@ def combine_writes(
         for x in leaves
         if x.where in combined
     }
-    values = {}
-    for i in finals:
-        entry = outcome.variables[i].entry
-        numbers = [(i, k) for k in range(len(entry.layouts))]
-        if all(where in stored for where in numbers):
-            values[i] = entry.treedef.unflatten([stored[where] for where in numbers])
-    return values
+    numbers = {i: [(i, k) for k in range(len(final))] for i, final in finals.items()}
+    return {
+        i: [stored[where] for where in own]
+        for i, own in numbers.items()
+        if all(where in stored for where in own)
+    }
 
 
 def _combine(
@@ -149,7 +147,8 @@ def _combine(
         else:
             _refuse(entry, plan, _is_new(outcome, entry))
     if not are_several:
-        _warn_of_divergence([x.entry for x in leaves if is_own(combined.get(x.where))], outcome)
+        alone = [x.entry for x in leaves if x.where in combined and is_own(combined[x.where])]
+        _warn_of_divergence(alone, outcome)
     combined.update(_reduce_sums(sums, topology))
     for metric, own in parts.items():
         combined.update(_combine_metric(*plan.metrics[metric], own, topology))

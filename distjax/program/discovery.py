@@ -8,9 +8,10 @@ last values written its outputs. A build compiles this jaxpr: it does not call t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,58 +42,49 @@ from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
 # -- step ---------------------------------------------------------------------
-# Step: the contract for what a program compiles.
 
 
-class Step(Protocol):
-    """A user's function, and how it runs inside the trace of a program."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What a program compiles: a user's function, and how it runs inside the trace.
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        ...
+    Attributes:
+      resolve: returns the function, which a program need not keep alive.
+      emit: ``emit(fn, state, args, kwargs)`` runs it in the trace of `state`; returns global-view
+        results.
+      place: ``place((args, kwargs))`` returns these with arrays on other devices moved to the
+        program's devices.
+      name: the name of the function.
+      argument_names: the names of its positional arguments.
+      strategy: the strategy in whose cross-replica context it runs, and for which objects are
+        placed; None: the one that these are placed for.
+      donate_argnums: the positional arguments whose buffers are donated.
+      keeps_context: whether it runs in the context of its call instead.
+      ignores_user_mesh: whether it runs without the mesh that the user has set (`jax.set_mesh`).
+      takes_objects: whether stateful objects may be among its arguments, or captured by it.
+    """
 
-    @property
-    def argument_names(self) -> Sequence[str]:
-        """The names of its positional arguments."""
-        ...
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The positional arguments whose buffers are donated."""
-        ...
-
-    @property
-    def ignores_user_mesh(self) -> bool:
-        """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
-        ...
-
-    @property
-    def takes_objects(self) -> bool:
-        """Whether stateful objects may be among its arguments, or captured by its function."""
-        ...
-
-    @property
-    def strategy(self) -> StrategyLike | None:
-        """The strategy for which such objects are placed; None: the one they are placed for."""
-        ...
+    resolve: Callable[[], Callable[..., Any]]
+    emit: Callable[[Callable[..., Any], TraceState, tuple[Any, ...], dict[str, Any]], Any]
+    place: Callable[[PyTree], Any]
+    name: str
+    argument_names: Sequence[str]
+    strategy: StrategyLike | None
+    donate_argnums: tuple[int, ...] = ()
+    keeps_context: bool = False
+    ignores_user_mesh: bool = True
+    takes_objects: bool = True
 
     @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
-        ...
+        return self.resolve()
 
     def frame(self, state: TraceState) -> Frame:
         """Returns the frame that the function runs in, with variables in `state`."""
-        ...
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function in the trace of `state`; returns global-view results."""
-        ...
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments, with arrays on other devices moved to the program's devices."""
-        ...
+        if self.keeps_context or self.strategy is None:
+            return dataclasses.replace(frames.current(), state=state)
+        return Frame(self.strategy, state=state)
 
 
 # -- output spec --------------------------------------------------------------
@@ -433,7 +425,7 @@ def discover(
             stand_in(array, argument)
         try:
             with frames.with_frame(step.frame(state)) as entered:
-                result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
+                result = step.emit(step.function, state, *jax.tree.unflatten(treedef, arrays))
                 partitioned = PartitionedTree(result, _is_result)
             topology = entered.strategy.extended.topology
             leaves = partitioned.take_leaves()

@@ -7,7 +7,6 @@ distjax trace it calls the function itself.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import math
@@ -37,6 +36,7 @@ from distjax.placement.per_replica import (
 from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
+from distjax.program.discovery import Step
 from distjax.program.functions import record_new_function
 from distjax.program.program import Program, Require
 from distjax.replica.arguments import (
@@ -317,7 +317,7 @@ class CompiledFunction:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         program = self._programs.get(key)
         if program is None:
-            step = JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
+            step = _jit_step(self._fn, frame, self._donate_argnums, self._require is not None)
             on_second_call = record_new_function(self._fn, frame.strategy)
             program = Program(step, on_second_call, self._require)
             self._programs[key] = program
@@ -347,8 +347,13 @@ def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: Py
         return fn(*args, **kwargs)
 
 
-class JitStep:
-    """A function of `dj.jit`, as the step of a program.
+def _jit_step(
+    fn: Callable[..., Any],
+    frame: Frame,
+    donate_argnums: tuple[int, ...],
+    hands_on_static: bool,
+) -> Step:
+    """Returns a function of `dj.jit` as the step of a program.
 
     Args:
       fn: the function.
@@ -358,38 +363,26 @@ class JitStep:
         passes its arguments on to `run`.
     """
 
-    ignores_user_mesh = False  # its code may name the mesh
-    takes_objects = True
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        frame: Frame,
-        donate_argnums: tuple[int, ...],
-        hands_on_static: bool,
-    ):
-        self._fn, self._hands_on_static = fn, hands_on_static
-        self.strategy = frame.strategy if frame.has_strategy else None
-        self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
-        self.name, self.argument_names = function_name(fn), positional_names(fn)
-        self.donate_argnums = donate_argnums
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns the frame of the call, with variables in `state`."""
-        return dataclasses.replace(frames.current(), state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function in the global view."""
-        if not self._hands_on_static:
+    def emit(_: object, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not hands_on_static:
             args, kwargs = unmark((args, kwargs))
         if (call := call_of(kwargs)) is not None:
-            return call.emit_call(self._fn, args, kwargs, state)
+            return call.emit_call(fn, args, kwargs, state)
         args, kwargs = without_expectations(args, kwargs, state.expectations)
-        return self._fn(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    def place(self, tree: PyTree) -> Any:
-        """Returns uncommitted arguments, which the program may move to its devices."""
-        return off_their_devices(tree)
+    of_user = vars(fn)["__wrapped__"] if hands_on_static else fn
+    return Step(
+        lambda: of_user,
+        emit,
+        off_their_devices,
+        function_name(fn),
+        positional_names(fn),
+        frame.strategy if frame.has_strategy else None,
+        donate_argnums,
+        keeps_context=True,
+        ignores_user_mesh=False,  # its code may name the mesh
+    )
 
 
 def jit(
@@ -540,50 +533,7 @@ def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
         )
 
 
-# -- run step -----------------------------------------------------------------
-# RunStep: a replica function as the step of a program.
-
-
-class RunStep:
-    """A replica function as the step of a program.
-
-    Args:
-      extended: the `extended` of the strategy whose replicas run it.
-      resolve: returns the function, which a program does not keep alive.
-    """
-
-    donate_argnums = ()
-    ignores_user_mesh = takes_objects = True
-
-    def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
-        self._extended, self._resolve = extended, resolve
-        self.name = function_name(resolve())
-        self.argument_names = positional_names(resolve())
-
-    @property
-    def strategy(self) -> StrategyLike:
-        """The strategy whose replicas run it."""
-        return self._extended.strategy
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function."""
-        return self._resolve()
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns a frame of cross-replica context."""
-        return Frame(self._extended.strategy, state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function on every replica."""
-        strategy, fn = self._extended.strategy, self._resolve()
-        if (call := call_of(kwargs)) is not None:
-            return call.emit_run(strategy, fn, args, kwargs, state)
-        return run_in_trace(strategy, fn, args, kwargs, state)
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments, with arrays on other devices moved to the strategy's."""
-        return place_arguments(self._extended.topology, tree)
+# -- run ----------------------------------------------------------------------
 
 
 def _bare_rows_check(extended: ExtendedLike, fn: Callable[..., Any]) -> Require:
@@ -639,9 +589,20 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
       extended: the `extended` of the strategy whose replicas run it.
       resolve: returns the function, which a program does not keep alive.
     """
-    fn = resolve()
-    on_second_call = record_new_function(fn, extended.strategy)
-    return Program(RunStep(extended, resolve), on_second_call, _bare_rows_check(extended, fn))
+    strategy, given = extended.strategy, resolve()
+
+    def emit(
+        fn: Callable[..., Any], state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if (call := call_of(kwargs)) is not None:
+            return call.emit_run(strategy, fn, args, kwargs, state)
+        return run_in_trace(strategy, fn, args, kwargs, state)
+
+    place = lambda tree: place_arguments(extended.topology, tree)
+    names = function_name(given), positional_names(given)
+    step = Step(resolve, emit, place, *names, strategy)
+    on_second_call = record_new_function(given, strategy)
+    return Program(step, on_second_call, _bare_rows_check(extended, given))
 
 
 def compile_on_replicas(

@@ -467,9 +467,9 @@ _REDUCTION = "distjax_reduce_"
 
 
 def call_as_reduction(
-    name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
+    name: str, reduce: Callable[..., list[Any]], arrays: Sequence[Any], *static: object
 ) -> list[Any]:
-    """Returns ``reduce(arrays)``; as a single equation where a merge is traced for its shapes.
+    """Returns ``reduce(arrays, *static)``; one equation where a merge is traced for its shapes.
 
     So what reads such a trace sees what is reduced.
 
@@ -477,12 +477,13 @@ def call_as_reduction(
       name: "SUM", "MEAN", "GATHER", or another operation.
       reduce: the reduction.
       arrays: its operands.
+      *static: what else it takes.
     """
     if not isinstance(frames.current().state, ShapeState):
-        return reduce(arrays)
+        return reduce(arrays, *static)
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        return reduce(arrays)
+        return reduce(arrays, *static)
 
     call.__name__ = f"{_REDUCTION}{name}"
     return jax.jit(call)(list(arrays))

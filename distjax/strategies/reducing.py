@@ -106,9 +106,11 @@ def _call(
     if not values:
         return []
     arrays, topology = [x.array for x in values], extended.topology
-    told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
-    call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
-    outs = call_as_reduction(name, call, arrays)
+    if jax_compat.tracing():
+        outs = call_as_reduction(name, fn, arrays, topology, *static)
+    else:
+        told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
+        outs = call_compiled(fn, arrays, topology, *static, name=told)
     hooks.tell(hooks.on_reduced, name, values, outs, topology)
     return [note_one_value(out, topology.num_replicas) for out in outs]
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from distjax.typing import PyTree
 
@@ -23,16 +23,20 @@ class Event(list[Callable[..., Any]]):
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         yield from super().__iter__()
-        for event, told in _listening.get():
+        for event, told in _listening.get().pairs:
             if event is self:
                 yield told
 
 
-#: Those that listen in this thread, and to what.
-_listening: ContextVar[tuple[tuple[Event, Callable[..., Any]], ...]] = ContextVar(
-    "distjax_listening", default=()
-)
-_is_dry_run: ContextVar[bool] = ContextVar("distjax_dry_run", default=False)
+class _Listening(NamedTuple):
+    """Those that listen in this thread, and to what; and whether what is traced changes nothing."""
+
+    pairs: tuple[tuple[Event, Callable[..., Any]], ...] = ()
+    is_dry_run: bool = False
+
+
+_NOBODY = _Listening()
+_listening: ContextVar[_Listening] = ContextVar("distjax_listening", default=_NOBODY)
 
 
 @contextlib.contextmanager
@@ -45,28 +49,29 @@ def listening(
       *pairs: events, each with a function.
       is_dry_run: whether what is traced meanwhile must change nothing.
     """
-    token, before = _listening.set((*_listening.get(), *pairs)), _is_dry_run.get()
+    before = _listening.get()
+    now = _Listening((*before.pairs, *pairs), before.is_dry_run or is_dry_run)
     try:
-        _is_dry_run.set(before or is_dry_run)
+        _listening.set(now)
         yield
     finally:
-        _listening.reset(token)
-        _is_dry_run.set(before)
+        _listening.set(before)
 
 
 @contextlib.contextmanager
 def only_shapes() -> Generator[None]:
     """A context for traces that are made for shapes: they prove nothing to those that listen."""
-    token = _listening.set(())
+    before = _listening.get()
     try:
+        _listening.set(before._replace(pairs=()))
         yield
     finally:
-        _listening.reset(token)
+        _listening.set(before)
 
 
 def is_dry_run() -> bool:
     """Returns whether code is traced only to be inspected, and must change nothing."""
-    return _is_dry_run.get()
+    return _listening.get().is_dry_run
 
 
 # -- programs -------------------------------------------------------------------

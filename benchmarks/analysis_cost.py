@@ -20,8 +20,8 @@ import distjax as dj
 from benchmarks import models, ours
 from benchmarks.handwritten import replicate
 from benchmarks.report import Benchmark
+from distjax import hooks
 from distjax.errors import RecompilationWarning
-from distjax.lint.layer import Lint
 from distjax.program import program
 from distjax.replica.analysis import Analysis
 
@@ -55,8 +55,8 @@ class Clock:
 #: Everything that a trace does for proofs and findings, as pairs of an owner and a name.
 ANALYSIS = (
     (Analysis, "run"),
-    (Lint, "on_traced"),
-    (Lint, "on_call"),
+    (hooks, "on_traced"),
+    (hooks, "on_call"),
 )
 
 
@@ -65,8 +65,10 @@ def timed(clock: Clock, owners: Sequence[tuple[Any, str]]) -> Generator[None]:
     """Counts the time that functions take in a `with` block."""
     with contextlib.ExitStack() as stack:
         for owner, name in owners:
-            fn = clock.timed(getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, fn))
+            fn = getattr(owner, name)
+            is_event = isinstance(fn, hooks.Event)
+            timed = hooks.Event(map(clock.timed, fn)) if is_event else clock.timed(fn)
+            stack.enter_context(mock.patch.object(owner, name, timed))
         yield
 
 

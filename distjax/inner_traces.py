@@ -10,6 +10,7 @@ unless an inner function read distjax's state in that trace (`forget_inner_trace
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -19,16 +20,23 @@ from typing import Any, ClassVar
 import jax
 from jax import core
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.typing import PyTree
 
 _PREFIX = "_distjax_trace_"
 
 
 def trace_jaxpr(
-    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+    fn: Callable[..., Any],
+    avals: Sequence[Any],
+    axis_env: Sequence[tuple[str, int]] = (),
+    *,
+    only_shapes: bool = False,
 ) -> tuple[jax_compat.Jaxpr, list[Any]]:
-    """Traces `fn` under a name of its own; returns its jaxpr and the constants it closed over."""
+    """Traces `fn` under a name of its own; returns its jaxpr and the constants it closed over.
+
+    A trace that is made only for shapes proves nothing to those that listen (see `hooks`).
+    """
     own = _TraceName()
 
     def named(*args: PyTree) -> Any:
@@ -37,7 +45,8 @@ def trace_jaxpr(
 
     functools.update_wrapper(named, fn)
     try:
-        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (own.name, 1)])(*avals)
+        with hooks.only_shapes() if only_shapes else contextlib.nullcontext():
+            closed = jax.make_jaxpr(named, axis_env=[*axis_env, (own.name, 1)])(*avals)
     except BaseException:
         own.is_reusable = False
         raise

@@ -79,15 +79,6 @@ def off_explicit_meshes(tree: PyTree) -> Any:
     return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
 
 
-def leave_explicit_meshes(
-    error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> Any:
-    """Returns the arguments off explicit meshes, after a call raised; None if none is on one."""
-    if not has_explicit_mesh((args, kwargs)):
-        return None
-    return off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more
-
-
 def has_explicit_mesh(tree: PyTree) -> bool:
     """Returns whether any array in `tree` lives on a mesh with Explicit axes."""
     return any(map(_is_explicit, jax.tree.leaves(tree)))

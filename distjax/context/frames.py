@@ -16,7 +16,6 @@ from typing import Any
 
 from distjax import inner_traces, jax_compat
 from distjax.context.contracts import StrategyLike, VariableLike
-from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
 
 
@@ -32,8 +31,6 @@ class Frame:
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so methods of either kind may be called.
       from_set_strategy: whether `set_strategy` pushed this frame.
-      observer: an `Observer`, told what traces within this frame prove; None defers to the
-        enclosing frames, MUTED silences them.
     """
 
     strategy: StrategyLike
@@ -43,7 +40,6 @@ class Frame:
     colocate_with: Any = None
     allows_both: bool = False
     from_set_strategy: bool = False
-    observer: Any = None
 
     @property
     def has_strategy(self) -> bool:
@@ -183,33 +179,6 @@ def _reset(tokens: Sequence[Token[tuple[Frame, ...]]]) -> None:
         # Raises in the context of another thread or task, and the second time.
         with contextlib.suppress(ValueError, RuntimeError):
             _stack.reset(token)
-
-
-# -- observers ----------------------------------------------------------------
-
-#: A frame's observer where nobody is notified.
-MUTED = object()
-
-
-def observer() -> Observer | None:
-    """Returns the observer of this thread's traces (`dj.explain`), or None."""
-    found = next((f.observer for f in reversed(_stack.get()) if f.observer is not None), None)
-    return None if found is MUTED else found
-
-
-def is_dry_run() -> bool:
-    """Returns whether code is traced only to be inspected, and must change nothing."""
-    return any(f.observer is not None for f in _stack.get())
-
-
-@contextlib.contextmanager
-def without_observer() -> Generator[None]:
-    """Mutes the observer for a block: traces made only for shapes prove nothing."""
-    if observer() is None:
-        yield
-        return
-    with with_frame(dataclasses.replace(current(), observer=MUTED)):
-        yield
 
 
 # -- permissions --------------------------------------------------------------

@@ -10,11 +10,29 @@ import dataclasses
 import warnings
 from contextvars import ContextVar
 
-from distjax import user_lines
-from distjax.context import frames
+from distjax import hooks, user_lines
 from distjax.context.expectation import current_reason
-from distjax.context.observer import Finding as Finding
 from distjax.errors import ReductionWarning
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something about a step that is probably wrong.
+
+    Attributes:
+      level: "error", "warning" or "note".
+      rule: the kind of mistake, in a few words.
+      text: what was expected and found, why it matters, and the fix.
+      source: the user's line, "file:line (function)".
+      expected: the reason given through `dj.expect`, or None.
+    """
+
+    level: str
+    rule: str
+    text: str
+    source: str
+    expected: str | None = None
+
 
 #: The rule name for state that goes in equal and comes out different.
 STATE = "state that comes back different"
@@ -27,7 +45,7 @@ def num_reported() -> int:
 
 
 def report(finding: Finding, kind: type[Warning] | type[Exception] = ReductionWarning) -> None:
-    """Reports a finding: raises it, warns about it, or only passes it to the observer.
+    """Reports a finding: raises it, warns about it, or only tells those that listen.
 
     Args:
       finding: what was found.
@@ -38,12 +56,8 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] = ReductionWa
         _num_reported.set(_num_reported.get() + 1)
     if finding.expected is None:
         finding = dataclasses.replace(finding, expected=current_reason())
-    observer = frames.observer()
-    if observer is not None:
-        observer.on_finding(finding)
-    if finding.expected is not None or is_note:
-        return
-    if observer is not None and observer.collects_findings:
+    is_taken = any(hooks.tell(hooks.on_finding, finding))
+    if finding.expected is not None or is_note or is_taken:
         return
     if issubclass(kind, Warning):
         warnings.warn(finding.text, kind, stacklevel=user_lines.user_stacklevel())

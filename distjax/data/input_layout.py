@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from distjax import hooks
 from distjax.data.elements import HostTree
 from distjax.data.reader import HostElement
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer_each, transfer_local_rows
-from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
@@ -114,7 +114,7 @@ class InputLayout:
         if topology is None:
             return arrays
         if topology.num_replicas == 1:
-            trace_hooks().on_lone_value(arrays)
+            hooks.tell(hooks.on_lone_value, arrays)
             return arrays
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
 

@@ -1,20 +1,19 @@
 """dj.explain: what a step communicates, costs and proves, without running it; and dj.check.
 
-Proofs are made while a program is traced, and only there are they tied to the user's paths. So an
-observer is put on the stack of frames, and the step is traced anew, into a program of its own,
-which is discarded. Shape-only traces (loops before their fixpoint, merge functions before
-localities are known) run unobserved, since their findings may not hold. Creating a variable
+Proofs are made while a program is traced, and only there are they tied to the user's paths. So the
+step is traced anew, into a program of its own, which is discarded, while `Notes` listen (see
+`hooks`). Shape-only traces (loops before their fixpoint, merge functions before localities are
+known) run unheard, since their findings may not hold. Creating a variable
 meanwhile is an error, raised in the constructor, so that no attribute is set.
 
 With servers the collectives are those of a worker's programs, which run on its devices; all else
-is read from the step as one program. Cutting a step traces merges unobserved, so an operation of a
+is read from the step as one program. Cutting a step traces merges unheard, so an operation of a
 library in a merge has no line there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import textwrap
 from collections import Counter
@@ -23,9 +22,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from distjax import jax_compat, user_lines
+from distjax import hooks, jax_compat, user_lines
 from distjax.context import frames
-from distjax.context.observer import Finding, Proof, ProvesLocality
+from distjax.context.reporting import Finding
 from distjax.context.scoping import require_strategy
 from distjax.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax.diagnostics.explanation import (
@@ -38,7 +37,8 @@ from distjax.diagnostics.explanation import (
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
 from distjax.jax_compat import Literal
-from distjax.lint.between_runs import is_own
+from distjax.lint import layer
+from distjax.lint.between_runs import is_own, recall
 from distjax.placement import topology as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
@@ -49,6 +49,7 @@ from distjax.program.jit import (
     compile_on_replicas,
     jit,
 )
+from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
     function_name,
@@ -60,10 +61,14 @@ from distjax.replica.arguments import (
     require_callable,
     user_path,
 )
+from distjax.replica.global_value import GlobalValue
+from distjax.replica.run import TracedRun
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
+#: A path in the user's tree, and whether the value there may vary per replica (T).
+Proof = tuple[str, bool]
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
 
 
@@ -197,14 +202,13 @@ def lower_step(
       args: its positional arguments.
       kwargs: its keyword arguments.
       strategy: the strategy whose replicas run ``fn``; None: it is cross-replica code.
-      notes: the observer.
+      notes: hears what the traces prove.
       method: the public function that the user called, for errors.
     """
     _require_outside_traces(method)
     require_callable(fn, method)
     require_strategy(strategy, method)
     _require_compiling(strategy, method)
-    watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)
     if strategy is not None:
         args, kwargs = strategy.extended.place_arguments((args, kwargs))
@@ -213,7 +217,7 @@ def lower_step(
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
         if not isinstance(fn, CompiledFunction):  # a plain call would hand on marks
             args, kwargs = keep_marks((args, kwargs))
-    with frames.with_frame(watched):
+    with notes.listening():
         try:
             return step.lower(*args, **kwargs)
         except Exception as error:
@@ -362,7 +366,7 @@ def _describe(finding: Finding) -> str:
 
 
 class Notes:
-    """The observer of `dj.explain` and `dj.check` (see `distjax.context.observer`).
+    """What `dj.explain` and `dj.check` hear of a trace.
 
     Duplicates are recorded once, since JAX traces some bodies more than once.
 
@@ -390,41 +394,50 @@ class Notes:
         """Returns the letter of an argument."""
         return "T" if isinstance(value, PerReplica) or (self.is_alone and is_own(value)) else "M"
 
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which this hears what is traced."""
+        return hooks.listening(
+            (hooks.on_program, self.on_program),
+            (hooks.on_proved, self.on_proved),
+            (hooks.on_segment, self.on_segment),
+            (hooks.in_merge, self.in_merge),
+            (hooks.on_reduced, self.on_reduced),
+            (hooks.on_finding, self.on_finding),
+            is_dry_run=True,
+        )
+
     def on_program(
         self,
         reads: Sequence[Any],
         writes: Sequence[Any],
         results: Sequence[Proof],
-        facts: Sequence[Any],
+        described: Mapping[Any, Sequence[Any]],
     ) -> None:
         """Records the variables and results of the whole program."""
         if self.is_alone:
+            facts = described[layer.describe]
             differ = (fact is not None and fact.differs for fact in facts)
             results = [(path, x or y) for (path, x), y in zip(results, differ, strict=False)]
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
-    def on_run(
-        self,
-        topology: Topology,
-        name: str,
-        args: Sequence[Proof],
-        results: Sequence[Proof],
-        why: Sequence[tuple[str, bool, str]],
-    ) -> None:
+    def on_proved(self, run: TracedRun, why: Sequence[tuple[str, bool, str]]) -> None:
         """Records what was proved about one replica function."""
-        line, count = self._calling_line(), topology.num_replicas
+        given, line, count = run.given, self._calling_line(), run.topology.num_replicas
         reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
-        self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
+        args = _letters([(p, x.varying) for p, x in zip(given.paths, given.values, strict=True)])
+        paths = run.traced.result.paths
+        results = _letters([(p, x.varying) for p, x in zip(paths, run.results, strict=True)])
+        self.runs[RunProof(given.name, count, line, args, results, reasons)] = None
 
     def on_segment(
-        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: Analysis
     ) -> None:
         """Records reductions of equal values in replica code."""
         for eqn in equal_reductions(jaxpr, varying, analysis):
             self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
 
     @contextlib.contextmanager
-    def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
+    def in_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
         """Stages a merge in a named scope, from which its line is found later."""
         index = len(self.merge_lines)
         self.merge_lines.append(user_lines.source_line(eqn))
@@ -433,13 +446,22 @@ class Notes:
             yield
         self._open_merges.pop()
 
-    def on_equal_reduction(self, what: str) -> None:
+    def on_reduced(
+        self, op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
+    ) -> None:
         """Records a reduction of an equal value in cross-replica code."""
-        self._note_reduction(what, self._calling_line())
+        varying = [x.varying for x in values]
+        if topology.num_replicas == 1:  # as on several
+            facts = [recall(x.array) for x in values]
+            varying = [fact is None or fact.differs for fact in facts]
+        if not all(varying) and op != "GATHER":
+            what = f"reduce({op.removesuffix('_within')})"
+            self._note_reduction(what, self._calling_line())
 
-    def on_finding(self, finding: Finding) -> None:
+    def on_finding(self, finding: Finding) -> bool:
         """Records a finding."""
         self.findings[finding] = None
+        return self.collects_findings
 
     def _note_reduction(self, what: str, source: str) -> None:
         self.equal_reductions[EqualReduction(what, source)] = None
@@ -458,7 +480,7 @@ _REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
 
 
 def equal_reductions(
-    jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+    jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: Analysis
 ) -> Iterator[Any]:
     """Yields the equations of replica code, at any depth, that reduce an equal value.
 

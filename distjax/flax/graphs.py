@@ -340,33 +340,33 @@ def require_hashable(objects: Sequence[Any]) -> None:
     Raises:
       TypeError: an unhashable value, such as a list, a dict or a set.
     """
-    for attribute in _static_attributes(objects):
-        try:
-            hash(attribute.value)
-        except TypeError as error:
-            raise TypeError(
-                message(
-                    f"{attribute.owner}.{attribute.name} needs a static value that is hashable",
-                    got=describe_value(attribute.value),
-                    why="a program is compiled for the static attributes of a module, and "
-                    "looked up by them",
-                    fix=f"self.{attribute.name} = tuple(...), or nnx.List([...]) where it holds "
-                    "modules",
-                )
-            ) from error
-    for metadata in _metadata(objects):
-        try:
-            hash(metadata.value)
-        except TypeError as error:
-            raise TypeError(
-                message(
-                    f"{metadata.owner} needs metadata that is hashable",
-                    got=f"{metadata.name}={describe_value(metadata.value)}",
+    for owner, name, value in _static_attributes(objects):
+        _require_hashable(
+            f"{owner}.{name} needs a static value that is hashable",
+            value,
+            got=describe_value(value),
+            why="a program is compiled for the static attributes of a module, and looked up by "
+            "them",
+            fix=f"self.{name} = tuple(...), or nnx.List([...]) where it holds modules",
+        )
+    for path, node in nnx.iter_graph(tuple(objects)):
+        if isinstance(node, nnx.Variable):
+            for name, value in node.get_metadata().items():
+                _require_hashable(
+                    f"{path_of(objects, path)} needs metadata that is hashable",
+                    value,
+                    got=f"{name}={describe_value(value)}",
                     why="a program is compiled for the metadata of a variable, and looked up by it",
-                    fix=f"variable.set_metadata({metadata.name}=tuple(...)), or a tuple where the "
-                    "variable is made",
+                    fix=f"variable.set_metadata({name}=tuple(...)), or a tuple where the variable "
+                    "is made",
                 )
-            ) from error
+
+
+def _require_hashable(needs: str, value: object, **texts: str) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(message(needs, **texts)) from error
 
 
 def require_no_traced_values(objects: Sequence[Any]) -> None:
@@ -388,13 +388,6 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
                     f"model.{attribute.name}[...] = ... in the step",
                 )
             )
-
-
-def _metadata(objects: Sequence[Any]) -> Iterator[_Attribute]:
-    for path, node in nnx.iter_graph(tuple(objects)):
-        if isinstance(node, nnx.Variable):
-            for name, value in node.get_metadata().items():
-                yield _Attribute(path_of(objects, path), name, value)
 
 
 def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from distjax.flax.graphs import (
     require_hashable,
 )
 from distjax.flax.rules import combine_of, metrics_as_key, metrics_in
-from distjax.objects.stateful_args import one_at_a_time
+from distjax.objects.stateful import one_at_a_time
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology, is_host_memory
 from distjax.placement.transfer import transfer, without_alias
@@ -241,30 +241,13 @@ class Plan:
         return f"state of {len(self.entries)} variables"
 
 
-@dataclasses.dataclass(frozen=True)
-class Objects:
-    """Flattened objects.
-
-    Attributes:
-      objects: the objects themselves.
-      plan: their static part.
-      graph: their graph, with their variables.
-      leaves: arrays and PerReplica, as stored.
-    """
-
-    objects: Sequence[Any]
-    plan: Plan
-    graph: FlatGraph
-    leaves: list[Any]
-
-
 def flatten_objects(
     objects: Sequence[Any],
     strategy: StrategyLike | None,
     *,
     is_in_program: bool = False,
-) -> Objects:
-    """Places objects for `strategy`; returns their arrays and their plan.
+) -> tuple[Plan, FlatGraph, list[Any]]:
+    """Places objects for `strategy`; returns their plan, their graph and their arrays.
 
     Args:
       objects: NNX objects.
@@ -287,11 +270,11 @@ def flatten_objects(
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
     plan = _plan(objects, strategy, graph, leaves, structure)
     if strategy is None or jax_compat.tracing():
-        return Objects(objects, plan, graph, leaves)
+        return plan, graph, leaves
     stored = _place(plan, graph, leaves)
     if add_hooks(graph.variables[i] for i in plan.in_host_memory):
         return flatten_objects(objects, strategy)  # metadata is part of the graph
-    return Objects(objects, plan, graph, stored)
+    return plan, graph, stored
 
 
 def _assign_strategy(
@@ -356,7 +339,7 @@ def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
+def write_entries(variables: Sequence[Any], values: Mapping[int, Any]) -> None:
     """Writes values to variables, by number; skips bare arrays, which the graph holds."""
     for i, value in values.items():
         if is_variable(variables[i]):

@@ -1,6 +1,3 @@
-"""Finds wrong reductions in traced steps: a layer on `replica/hooks.py`, installed on import."""
+"""Finds wrong reductions in traced steps: a layer on `hooks.py`, which registers on import."""
 
-from distjax.lint.layer import Lint
-from distjax.replica.hooks import install
-
-install(Lint())
+from distjax.lint import layer as layer

@@ -28,8 +28,8 @@ from distjax.lint.rules import RULES
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import PartitionedTree, function_name, is_object_state, user_path
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.hooks import Given
 from distjax.replica.merge import WeakMerge
+from distjax.replica.run import Given
 from distjax.trees import nodes_of
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line

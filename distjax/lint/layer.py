@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distjax import jax_compat
-from distjax.context import frames
+from distjax import hooks, jax_compat
 from distjax.context.expectation import reason_in
 from distjax.errors import DivergenceError
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
@@ -30,66 +29,60 @@ from distjax.lint.facts import EQUAL, Fact, Site
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.hooks import AfterCall, TracedRun, TraceHooks
+from distjax.replica.run import TracedRun
 from distjax.typing import PyTree
 from distjax.variables.state import variable_p
 
 
-class Lint(TraceHooks):
-    """Reports wrong reductions, and state that comes back different."""
+def on_call(
+    memory: dict[Any, Any],
+    fn: object,
+    names: tuple[str, Sequence[str]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Callable[[PyTree, Mapping[Any, Any]], None]:
+    """Compares the arguments of a second call with the results of the first."""
+    _, feedback = memory.get(id(fn), (fn, None))
+    if feedback is not None:
+        feedback.compare(args, kwargs)
+        return lambda result, known: feedback.remember(result)  # what is known is told once
+    first = Feedback(*names, args, kwargs)
+    memory[id(fn)] = fn, first
+    return lambda result, known: first.remember(result, known.get(describe, ()))
 
-    def on_call(
-        self,
-        memory: dict[Any, Any],
-        fn: object,
-        names: tuple[str, Sequence[str]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> AfterCall:
-        """Compares the arguments of a second call with the results of the first."""
-        _, feedback = memory.get(id(fn), (fn, None))
-        if feedback is not None:
-            feedback.compare(args, kwargs)
-            return lambda result, known: feedback.remember(result)  # what is known is told once
-        feedback = Feedback(*names, args, kwargs)
-        memory[id(fn)] = fn, feedback
-        return feedback.remember
 
-    def on_traced(self, run: TracedRun) -> None:
-        """Examines a replica function."""
-        for variable in run.unequal:
-            find_unequal_start(variable)
-        facts = _tell_findings(run)
-        remember(run.values, facts)
-        if run.topology.num_replicas == 1:  # they would differ if there were more
-            pairs = zip(run.values, facts, strict=True)
-            remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
-            if frames.observer() is not None:
-                remember_equal(run.values)
+def on_traced(run: TracedRun) -> None:
+    """Examines a replica function that has been traced, and reports what it finds."""
+    for variable in run.unequal:
+        find_unequal_start(variable)
+    facts = _tell_findings(run)
+    remember(run.values, facts)
+    if run.topology.num_replicas == 1:  # they would differ if there were more
+        pairs = zip(run.values, facts, strict=True)
+        remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
+        if hooks.is_dry_run():
+            remember_equal(run.values)
 
-    def on_reduced(
-        self, op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
-    ) -> None:
-        """Follows facts through a reduction between two runs."""
-        if topology.num_replicas == 1:
-            _tell_of_equal_reduction(op, arrays)
-        follow_between_runs(op, arrays, outs, topology)
 
-    def on_lone_value(self, tree: PyTree) -> None:
-        """Remembers what would be a PerReplica, so that one replica is judged as several."""
-        remember_own(tree)
+def on_reduced(
+    op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
+) -> None:
+    """Follows facts through a reduction between two runs."""
+    follow_between_runs(op, [x.array for x in values], outs, topology)
 
-    def on_stand_ins(self, arrays: Sequence[Any], given: Sequence[Any]) -> None:
-        """Carries facts over to the arrays of a trace."""
-        remember(arrays, list(map(recall, given)))
 
-    def describe(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the facts of the results."""
-        return list(map(recall, leaves))
+def on_stand_ins(arrays: Sequence[Any], given: Sequence[Any]) -> None:
+    """Carries facts over to the arrays of a trace."""
+    remember(arrays, list(map(recall, given)))
+
+
+def describe(leaves: Sequence[Any]) -> Sequence[Any]:
+    """Returns the facts of the results."""
+    return list(map(recall, leaves))
 
 
 def _tell_findings(run: TracedRun) -> list[Fact]:
-    """Reports mistakes, tells the observer what is proved; returns a fact per result."""
+    """Reports mistakes, tells why values are equal or not; returns a fact per result."""
     given, traced, results, topology = run.given, run.traced, run.results, run.topology
     is_alone = topology.num_replicas == 1
     count = run.num_own
@@ -101,7 +94,7 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
         given = given._replace(values=as_if_several(given.values, inputs))
         results = as_if_several(results, facts)
         run = run._replace(given=given, results=results)
-    _tell_observer(run, env)
+    _tell_why(run, env)
     known, meant = (inputs, facts), run.expectations
     if not check_state(run.fn, given, traced.result, results, known, meant, is_alone=is_alone):
         paths = traced.result.paths[:count]
@@ -111,35 +104,20 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
     return facts
 
 
-def _tell_observer(run: TracedRun, env: dict[Any, Any]) -> None:
-    """Tells an observer which arguments, results and variables are proved equal, and why."""
-    observer = frames.observer()
-    if observer is None:
+def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
+    """Tells those that listen why results and variables are equal, or what made them differ."""
+    if not hooks.is_dry_run():
         return
-    given, traced, results, topology = run.given, run.traced, run.results, run.topology
+    given, traced = run.given, run.traced
     named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
-    reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
-    outs = zip(named, traced.jaxpr.outvars, (*results, *run.finals), strict=False)
+    reasons = Reasons(traced.jaxpr, env, run.topology.axis_name, given.paths)
+    outs = zip(named, traced.jaxpr.outvars, (*run.results, *run.finals), strict=False)
     why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
-    proved = _proofs(given.paths, given.values), _proofs(traced.result.paths, results)
-    observer.on_run(topology, given.name, *proved, why)
-    if topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
+    hooks.tell(hooks.on_proved, run, why)
+    if run.topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
         with contextlib.suppress(DivergenceError):
             varying = [env[v].differs for v in traced.jaxpr.invars]
-            observer.on_segment(traced.jaxpr, varying, Analysis(topology.axis_name))
-
-
-def _tell_of_equal_reduction(op: str, arrays: Sequence[Any]) -> None:
-    """Tells an observer if one replica reduces what would be equal on several, too."""
-    observer, facts = frames.observer(), list(map(recall, arrays))
-    if observer is None or None in facts or op == "GATHER":
-        return
-    if not all(fact.differs for fact in facts if fact is not None):
-        observer.on_equal_reduction(f"reduce({op.removesuffix('_within')})")
-
-
-def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
-    return [(path, value.varying) for path, value in zip(paths, values, strict=True)]
+            hooks.tell(hooks.on_segment, traced.jaxpr, varying, Analysis(run.topology.axis_name))
 
 
 # -- why a value is equal on every replica or not --------------------------------
@@ -224,3 +202,13 @@ def _shorten(lines: list[str]) -> list[str]:
         return lines
     half = _MOST_LINES // 2
     return [*lines[:half], f"({len(lines) - 2 * half} more)", *lines[-half:]]
+
+
+# -- what is registered ----------------------------------------------------------
+
+hooks.on_call.append(on_call)
+hooks.on_traced.append(on_traced)
+hooks.on_reduced.append(on_reduced)
+hooks.on_stand_ins.append(on_stand_ins)
+hooks.on_lone_value.append(remember_own)  # so that one replica is judged as several
+hooks.describe.append(describe)

@@ -1,4 +1,11 @@
-"""Python objects that a step takes or captures: their arrays, and what a trace leaves there."""
+"""Python objects that a step takes or captures: their arrays, and what a trace leaves there.
+
+An object whose class JAX does not know as a pytree is part of the program, not an input of it. An
+array that the function reads from its attributes is a constant of the program, and a value that
+the function writes to them is a traced one. A method changes its object, too, and a function what
+it captures. A compiled step does so once, in its trace: a loop over it would compute with the first
+values for ever. All of this is found around the trace, by identity.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +22,15 @@ from jax.extend import core as jec
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
-from distjax.objects.reached import has_variables
-from distjax.objects.stateful import active_bridge
-from distjax.objects.walk import find_arrays, leak_text, names_of_globals
+from distjax.objects.walk import find_arrays, has_variables, leak_text, names_of_globals
 from distjax.replica.arguments import Static, function_name, is_static, user_path
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
-# -- object arguments ---------------------------------------------------------
-# Python objects among the arguments, and the arrays that they hold.
-#
-# An object whose class JAX does not know as a pytree is part of the program, not an input of it. An
-# array that the function reads from its attributes is a constant of the program, and a value that
-# the function writes to them is a traced one. Both are found around the trace, by identity.
+#: What a traced value may take the place of.
+_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, StoredVariable)
+#: Equal ones are often one object.
+_NUMBERS = (int, float, complex)
 
 
 class _Argument(NamedTuple):
@@ -44,26 +47,51 @@ class _Argument(NamedTuple):
     held: dict[str, jax.Array]
 
 
-class ObjectArguments:
-    """The Python objects among the arguments of a function that is about to be traced.
+class Surroundings:
+    """What a function can see and change without returning it, as it was before its trace.
 
     Args:
+      fn: the function.
+      is_stateful: returns whether a value is an object that a program takes apart. Such objects
+        are as before when the program has been traced; one that is new may hold traced values.
       call: (args, kwargs); objects among them are Static.
       names: names of the positional arguments.
+
+    Attributes:
+      inner: those of functions that it runs in its trace.
     """
 
-    def __init__(self, call: PyTree, names: Sequence[str]):
-        pairs = jax.tree_util.tree_leaves_with_path(call, is_leaf=is_static)
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        is_stateful: Callable[[object], bool],
+        call: PyTree = (),
+        names: Sequence[str] = (),
+    ):
+        self._fn, self._is_stateful = fn, is_stateful
+        self._captured = self._find_captured()
+        held = self._captured.items()
+        self._values = {path for path, value in held if not isinstance(value, jax_compat.Tracer)}
         self._arguments: list[_Argument] = []
-        for path, leaf in pairs:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(call, is_leaf=is_static):
             if isinstance(leaf, Static):
                 name = user_path(jax.tree_util.keystr(path), names)
                 self._arguments.append(_Argument(name, leaf, find_arrays(leaf.value, name)))
+        self.inner: list[Surroundings] = []
 
     @property
-    def values(self) -> list[object]:
-        """The objects."""
+    def objects(self) -> list[object]:
+        """The objects among the arguments."""
         return [each.static.value for each in self._arguments]
+
+    @contextlib.contextmanager
+    def watching(self) -> Generator[None]:
+        """A context for the trace: see `watch_inner`."""
+        outer, _this_thread.current = getattr(_this_thread, "current", None), self
+        try:
+            yield
+        finally:
+            _this_thread.current = outer
 
     def require_inputs(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> None:
         """Raises if the trace read an array of an object that the user did not mark as static.
@@ -84,27 +112,79 @@ class ObjectArguments:
             if paths:
                 raise ValueError(_baked_text(name, static.value, paths))
 
-    def require_no_leaks(self, function: str, results: Sequence[object]) -> None:
-        """Raises if the trace has left a traced value in an object.
+    def require_no_leaks(self, results: Sequence[object]) -> None:
+        """Raises if the trace has left a traced value where it outlives the trace.
+
+        In what the function captures, only one that takes the place of a value counts: a list that
+        traced values are appended to shows a trace to the user, as a debugger does.
 
         Args:
-          function: the name of the function that was traced.
-          results: the Python objects among its results.
+          results: the Python objects among the function's results.
 
         Raises:
-          TraceLeakError: it has.
+          TraceLeakError: it has; or it has exchanged what it captures.
         """
+        function = function_name(self._fn)
+        self.require_none_gone()
+        for each in (self, *self.inner):
+            each._require_none_captured()
         before = {id(array) for each in self._arguments for array in each.held.values()}
         for name, static, _ in self._arguments:
             for path, array in find_arrays(static.value, name).items():
-                if isinstance(array, jax_compat.Tracer) and id(array) not in before:
+                if _is_tracer(array) and id(array) not in before:
                     raise TraceLeakError(leak_text(function, path, array))
         for result in results:
             if isinstance(result, jax_compat.Tracer):  # no array: a `jax.Ref`
                 raise TraceLeakError(_ref_text(function, result))
             for path, array in find_arrays(result, type(result).__name__).items():
-                if isinstance(array, jax_compat.Tracer) and id(array) not in before:
+                if _is_tracer(array) and id(array) not in before:
                     raise TraceLeakError(_result_text(function, path, array))
+
+    def require_none_gone(self) -> None:
+        """Raises if a place no longer has the variable, or object with variables, that it had.
+
+        No later call would miss it: from there on nothing leads to it. Modules are looked for anew.
+        Called as soon as the function ends: a loop around it may then go on to another variable.
+        """
+        after = self._find_captured()
+        _require_in_place(self._fn, self._captured, after)
+        for path, value in self._captured.items():
+            is_kept = isinstance(value, StoredVariable) or has_variables(value)
+            if is_kept and after.get(path) is not value:
+                raise TraceLeakError(_gone_text(function_name(self._fn), path, value))
+
+    def _require_none_captured(self) -> None:
+        known, after = set(map(id, self._captured.values())), self._find_captured()
+        for path, value in after.items():
+            if id(value) in known or not (path in self._values or path.startswith("self.")):
+                continue
+            tracer = next(filter(_is_tracer, jax.tree.leaves(value)), None)
+            if tracer is not None:
+                name, is_in_object = function_name(self._fn), self._is_stateful(value)
+                raise TraceLeakError(leak_text(name, path, tracer, is_in_object=is_in_object))
+
+    def _find_captured(self) -> dict[str, Any]:
+        is_one = lambda value: self._is_stateful(value) or has_variables(value)
+        held: dict[str, Any] = {}
+        for name, value in _outer_state(self._fn):
+            held |= find_arrays(value, name, _VALUES, is_one)
+        return held
+
+
+#: The surroundings of the program that this thread traces.
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def watch_inner(fn: Callable[..., Any], is_stateful: Callable[[object], bool]) -> Generator[None]:
+    """A context in which the program that is being traced looks at what ``fn`` can change."""
+    current: Surroundings | None = getattr(_this_thread, "current", None)
+    inner = None if current is None else Surroundings(fn, is_stateful)
+    if current is not None and inner is not None:
+        current.inner.append(inner)
+    yield
+    if inner is not None:
+        inner.require_none_gone()
 
 
 def _constants(jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> Iterator[object]:
@@ -146,83 +226,6 @@ def _result_text(function: str, path: str, tracer: jax.Array) -> str:
     )
 
 
-# -- outer state --------------------------------------------------------------
-# What a function can change without returning it, and the traced values that it leaves there.
-#
-# A method changes its object, and a function what it captures. A compiled step does so once, in its
-# trace: a loop over it would compute with the first values for ever.
-
-
-#: What a traced value may take the place of.
-_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, StoredVariable)
-#: Equal ones are often one object.
-_NUMBERS = (int, float, complex)
-#: The checks of the inner traces of this thread's current program.
-_this_thread = threading.local()
-
-
-@contextlib.contextmanager
-def checking_outer_state(
-    fn: Callable[..., Any], *, is_whole_program: bool = True
-) -> Generator[None]:
-    """Raises if the trace of ``fn`` inside leaves a traced value in what it can change.
-
-    In what a function captures, only one that takes the place of a value counts: a list that
-    traced values are appended to shows a trace to the user, as a debugger does. Objects of a bridge
-    hold traced values until the whole program is traced; then only one that is new, and none of the
-    program's, still does. What an inner trace leaves there is looked for when the whole program
-    is traced.
-
-    Args:
-      fn: the function.
-      is_whole_program: whether the program is traced when ``fn`` is.
-
-    Raises:
-      TraceLeakError: it has; or it has exchanged what it captures.
-    """
-    before = _held_values(fn)
-    values = {path for path, value in before.items() if not isinstance(value, jax_compat.Tracer)}
-    check = functools.partial(_require_none_left, fn, before, values)
-    outer = getattr(_this_thread, "checks", None)
-    if is_whole_program:
-        _this_thread.checks = []
-    try:
-        yield
-        check(is_whole_program, is_at_once=True)
-        if is_whole_program:
-            for inner in _this_thread.checks:
-                inner(True)
-        elif outer is not None:
-            outer.append(check)
-    finally:
-        _this_thread.checks = outer
-
-
-def _require_none_left(
-    fn: Callable[..., Any],
-    before: dict[str, Any],
-    values: set[str],
-    is_whole_program: bool,
-    is_at_once: bool = False,
-) -> None:
-    """Raises for what `checking_outer_state` looks for; `is_at_once`: as soon as ``fn`` ends."""
-    known = set(map(id, before.values()))
-    after = _held_values(fn)
-    _require_in_place(fn, before, after)
-    for path, value in after.items():
-        if id(value) in known or not (path in values or path.startswith("self.")):
-            continue
-        is_in_object = _is_stateful(value)
-        if is_in_object and not is_whole_program:
-            continue
-        tracer = next(filter(_is_tracer, jax.tree.leaves(value)), None)
-        if tracer is not None:
-            text = leak_text(function_name(fn), path, tracer, is_in_object=is_in_object)
-            raise TraceLeakError(text)
-    if is_at_once:  # later, a loop around `fn` may have gone on to another one
-        _require_none_gone(fn, before, after)
-
-
 def _require_in_place(
     fn: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]
 ) -> None:
@@ -236,19 +239,6 @@ def _require_in_place(
         home = homes.get(id(after[path]))
         if home is not None:
             raise TraceLeakError(_exchange_text(function_name(fn), home, path))
-
-
-def _require_none_gone(
-    fn: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    """Raises if a place no longer has the variable, or the object with variables, that it had.
-
-    No later call would miss it: from there on nothing leads to it. Modules are looked for anew.
-    """
-    for path, value in before.items():
-        is_kept = isinstance(value, StoredVariable) or has_variables(value)
-        if is_kept and after.get(path) is not value:
-            raise TraceLeakError(_gone_text(function_name(fn), path, value))
 
 
 def _gone_text(function: str, path: str, value: PyTree) -> str:
@@ -276,13 +266,6 @@ def _is_tracer(leaf: object) -> bool:
     return isinstance(leaf, jax_compat.Tracer)
 
 
-def _held_values(fn: Callable[..., Any]) -> dict[str, Any]:
-    held: dict[str, Any] = {}
-    for name, value in _outer_state(fn):
-        held |= find_arrays(value, name, _VALUES, _is_one)
-    return held
-
-
 def _outer_state(fn: Callable[..., Any]) -> Iterator[tuple[str, object]]:
     """Yields what the function can change, by name."""
     inner: Any = fn
@@ -299,13 +282,3 @@ def _outer_state(fn: Callable[..., Any]) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
     for name in names_of_globals(code):
         yield name, inner.__globals__.get(name)
-
-
-def _is_one(value: object) -> bool:
-    """Returns whether a value counts as one, whatever it holds."""
-    return _is_stateful(value) or has_variables(value)
-
-
-def _is_stateful(value: object) -> bool:
-    bridge = active_bridge()
-    return bridge is not None and bridge.is_stateful(value)

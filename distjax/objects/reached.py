@@ -36,9 +36,9 @@ from distjax.objects.walk import (
     CONTAINERS,
     HOLDERS,
     functions_in,
+    has_variables,
     is_of_a_library,
     is_users_object,
-    module_of,
     names_in,
     names_users_objects,
     parts_of,
@@ -55,8 +55,6 @@ from distjax.variables.stored_variable import StoredVariable
 # Generated, since it runs before each call: following one reference takes some ten nanoseconds.
 
 
-#: Packages of distjax whose objects have variables.
-_WITH_VARIABLES = frozenset({"metrics", "layers", "optim", "losses"})
 #: What is made anew at each access, or is compared otherwise.
 _WITHOUT_IDENTITY = (types.MethodType, types.CellType, functools.partial, *CONTAINERS)
 
@@ -227,12 +225,6 @@ def is_compared_whole(value: PyTree) -> bool:
     extended = getattr(cls, "extended", None)
     is_strategy = isinstance(extended, property) and extended.fget.__module__.startswith("distjax.")
     return is_strategy or getattr(cls, "is_compared_whole", False)
-
-
-def has_variables(value: PyTree) -> bool:
-    """Returns whether a value is an object of distjax that has variables."""
-    package, _, rest = module_of(type(value)).partition(".")
-    return package == "distjax" and rest.partition(".")[0] in _WITH_VARIABLES
 
 
 #: How many objects are searched.

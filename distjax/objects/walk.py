@@ -59,6 +59,8 @@ HOLDERS = (
     collections.abc.Mapping,  # ChainMap, UserDict, FrozenDict, configurations
     collections.UserList,
 )
+#: Packages of distjax whose objects have variables.
+_WITH_VARIABLES = frozenset({"metrics", "layers", "optim", "losses"})
 #: What refers to others by itself, not by attributes of an object.
 _WITHOUT_ATTRIBUTES = (
     *CONTAINERS,
@@ -415,3 +417,9 @@ def module_of(value: PyTree) -> str:
     """Returns the name of a module, or of that of a class."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return name if isinstance(name, str) else "builtins"
+
+
+def has_variables(value: PyTree) -> bool:
+    """Returns whether a value is an object of distjax that has variables."""
+    package, _, rest = module_of(type(value)).partition(".")
+    return package == "distjax" and rest.partition(".")[0] in _WITH_VARIABLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -376,11 +377,13 @@ class Optimizer:
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
             gradient_pairs.require_placed(own.extended, grads, self._variables)
         with _active(own):
-            self._step(list(grads), extra)
+            if frames.current().state is None:
+                self._step(list(grads), extra)
+            else:
+                self._step_in_trace(list(grads), extra)
 
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any]) -> None:
-        def reduce(pairs: Sequence[tuple[Any, Variable]]) -> list[Any]:
-            return self._strategy.extended.batch_reduce_to(self._op, pairs)
+        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
 
         def apply(reduced: list[Any]) -> None:
             update_variables(self._tx, self._require_state(), self._tree, reduced, extra)

@@ -8,9 +8,10 @@ last values written its outputs. A build compiles this jaxpr: it does not call t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +23,17 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import TraceLeakError, message
-from distjax.objects.plain_objects import ObjectArguments
+from distjax.objects.plain_objects import Surroundings
 from distjax.objects.reached import Reached
-from distjax.objects.stateful import active_bridge
+from distjax.objects.stateful import active_bridge, explaining_errors, is_stateful
 from distjax.placement.per_replica import AuxData, PerReplica, with_aux
 from distjax.placement.rows import stand_in
 from distjax.placement.transfer import require_held, transfer
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.replica.global_value import AlreadyPlaced, place_output, to_storage
-from distjax.replica.hooks import trace_hooks
 from distjax.replica.trace import add_value_note
 from distjax.staged_call import stage_call
-from distjax.traced_types import as_traced, type_of
+from distjax.traced_types import type_of
 from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import access
@@ -42,58 +42,49 @@ from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
 # -- step ---------------------------------------------------------------------
-# Step: the contract for what a program compiles.
 
 
-class Step(Protocol):
-    """A user's function, and how it runs inside the trace of a program."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What a program compiles: a user's function, and how it runs inside the trace.
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        ...
+    Attributes:
+      resolve: returns the function, which a program need not keep alive.
+      emit: ``emit(fn, state, args, kwargs)`` runs it in the trace of `state`; returns global-view
+        results.
+      place: ``place((args, kwargs))`` returns these with arrays on other devices moved to the
+        program's devices.
+      name: the name of the function.
+      argument_names: the names of its positional arguments.
+      strategy: the strategy in whose cross-replica context it runs, and for which objects are
+        placed; None: the one that these are placed for.
+      donate_argnums: the positional arguments whose buffers are donated.
+      keeps_context: whether it runs in the context of its call instead.
+      ignores_user_mesh: whether it runs without the mesh that the user has set (`jax.set_mesh`).
+      takes_objects: whether stateful objects may be among its arguments, or captured by it.
+    """
 
-    @property
-    def argument_names(self) -> Sequence[str]:
-        """The names of its positional arguments."""
-        ...
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The positional arguments whose buffers are donated."""
-        ...
-
-    @property
-    def ignores_user_mesh(self) -> bool:
-        """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
-        ...
-
-    @property
-    def takes_objects(self) -> bool:
-        """Whether stateful objects may be among its arguments, or captured by its function."""
-        ...
-
-    @property
-    def strategy(self) -> StrategyLike | None:
-        """The strategy for which such objects are placed; None: the one they are placed for."""
-        ...
+    resolve: Callable[[], Callable[..., Any]]
+    emit: Callable[[Callable[..., Any], TraceState, tuple[Any, ...], dict[str, Any]], Any]
+    place: Callable[[PyTree], Any]
+    name: str
+    argument_names: Sequence[str]
+    strategy: StrategyLike | None
+    donate_argnums: tuple[int, ...] = ()
+    keeps_context: bool = False
+    ignores_user_mesh: bool = True
+    takes_objects: bool = True
 
     @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
-        ...
+        return self.resolve()
 
     def frame(self, state: TraceState) -> Frame:
         """Returns the frame that the function runs in, with variables in `state`."""
-        ...
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function in the trace of `state`; returns global-view results."""
-        ...
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments, with arrays on other devices moved to the program's devices."""
-        ...
+        if self.keeps_context or self.strategy is None:
+            return dataclasses.replace(frames.current(), state=state)
+        return Frame(self.strategy, state=state)
 
 
 # -- output spec --------------------------------------------------------------
@@ -101,8 +92,8 @@ class Step(Protocol):
 #
 # What is not an array in a signature's results (Python objects, the result tree) leaves a compiled
 # call in the auxiliary data of its output tree, since a cache hit runs none of our Python code
-# inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``, where
-# `outputs` are the array results or, if JAX can build these in C, directly the user's results.
+# inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``: the spec is
+# the key of a dict, which `jit` builds in C, and so it does the user's results if it can.
 
 
 #: Trees that JAX builds in C.
@@ -118,14 +109,14 @@ class OutputSpec:
       recreated: the names of existing variables that constructors returned again.
 
     Attributes:
-      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
-        the program returns the user's results.
+      unpack: ``unpack(arrays)`` returns the user's results.
+      is_built: whether the program returns the user's results instead of their arrays.
       recreated: as given.
       completion: the index of the array that is ready when the program has completed; None: its
         token is.
     """
 
-    __slots__ = ("_is_built_in", "completion", "recreated", "unpack")
+    __slots__ = ("completion", "is_built", "recreated", "unpack")
 
     def __init__(
         self,
@@ -135,32 +126,17 @@ class OutputSpec:
     ):
         self.recreated = recreated
         self.completion: int | None = None
-        combine = partitioned.combine
-        if partitioned.is_of_arrays:
-            combine = partitioned.treedef.unflatten
-        has_per_replica = any(aux is not None for aux in per_replica)
-        self.unpack: Callable[[Sequence[jax.Array]], Any] | None = (
-            functools.partial(_unpack, combine, per_replica) if has_per_replica else combine
-        )
-        self._is_built_in = (
-            partitioned.is_of_arrays and not has_per_replica and _is_built_in(partitioned.treedef)
-        )
-
-    def pack(self, arrays: Sequence[Any]) -> Any:
-        """Returns the outputs of a program whose results are these arrays."""
-        if not self._is_built_in or self.unpack is None:
-            return arrays
-        outputs, self.unpack = self.unpack(arrays), None
-        return outputs
+        is_plain = partitioned.is_of_arrays
+        combine = partitioned.treedef.unflatten if is_plain else partitioned.combine
+        if any(aux is not None for aux in per_replica):
+            combine, is_plain = functools.partial(_unpack, combine, per_replica), False
+        self.unpack: Callable[[Sequence[jax.Array]], Any] = combine
+        kinds = (kind for kind, _ in nodes_of(partitioned.treedef))
+        self.is_built = is_plain and all(kind in _BUILT_IN for kind in kinds)
 
     def results(self, outputs: PyTree) -> Any:
         """Returns the user's results."""
-        return outputs if self.unpack is None else self.unpack(outputs)
-
-
-def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
-    """Returns whether a tree is built without running Python, where a signal could drop it."""
-    return all(kind in _BUILT_IN for kind, _ in nodes_of(treedef))
+        return outputs if self.is_built else self.unpack(outputs)
 
 
 def _unpack(
@@ -174,15 +150,6 @@ def _unpack(
             for array, aux in zip(arrays, per_replica, strict=True)
         ]
     )
-
-
-def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
-    """Returns the spec as a tree without leaves, for a result of `jit`.
-
-    A key, not a node of its own class: `jit` builds a dict without running Python, where a
-    signal could raise and drop all results.
-    """
-    return {spec: None}
 
 
 def spec_of(returned: tuple[Any, ...]) -> OutputSpec:
@@ -295,8 +262,7 @@ class InitialValues:
 
         shardings = [v.sharding if v.size else None for v in variables]
         compiled = jax.jit(initial, out_shardings=shardings)
-        for told in hooks.on_created:
-            told(variables, lambda: compiled.lower(inputs))
+        hooks.tell(hooks.on_created, variables, lambda: compiled.lower(inputs))
         return compiled(inputs)
 
 
@@ -338,16 +304,16 @@ class Discovered:
         name: str,
         jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
-        signature: tuple[Any, ...],
+        treedef: jax.tree_util.PyTreeDef,
         partitioned: PartitionedTree,
         per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
-        facts: Sequence[Any],
+        facts: Mapping[Any, Any],
         takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
-        self._consts, self._signature = consts, signature
+        self._consts, self._treedef = consts, treedef
         self._partitioned, self._per_replica = partitioned, per_replica
         self._log = log
         self.roots: list[Any] = []
@@ -357,7 +323,6 @@ class Discovered:
         code, self.reads = with_variables_as_inputs(jaxpr)
         self._jaxpr = join_maps(code)
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
-        self._read_types = [as_traced(v.aval) for v in read]
         constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
         self._constraints = {e.outvars[0]: e for e in constraints}
         written = self._jaxpr.outvars[len(per_replica) : len(per_replica) + len(writes)]
@@ -375,8 +340,7 @@ class Discovered:
     @functools.cached_property
     def meshes(self) -> frozenset[Any]:
         """The meshes of its arguments and equations."""
-        treedef, _ = self._signature
-        topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
+        topologies = (aux[0] for kind, aux in nodes_of(self._treedef) if kind is PerReplica)
         of_arguments = (t.mesh for t in topologies if t.mesh is not None)
         return frozenset((*of_arguments, *_meshes_of(self._jaxpr)))
 
@@ -391,15 +355,6 @@ class Discovered:
         """The paths of the array results, and whether each differs per replica."""
         varying = (w is not None for w in self._per_replica)
         return list(zip(self._partitioned.paths, varying, strict=True))
-
-    def fits(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Any, Any]
-    ) -> bool:
-        """Returns whether the trace was made for arguments and variables of these types."""
-        if signature_of((args, kwargs)) != self._signature:
-            return False
-        read = zip(self.reads, self._read_types, strict=True)
-        return all(v.global_type(values[v]) == t for v, t in read if v in values)
 
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
@@ -460,57 +415,57 @@ def discover(
       log: records the variables that the step creates.
     """
     given, treedef = jax.tree.flatten((args, kwargs))
-    objects = ObjectArguments((args, kwargs), step.argument_names)
+    around = Surroundings(step.function, is_stateful, (args, kwargs), step.argument_names)
     found: dict[str, Any] = {"takes_spread": any(map(_is_spread, given))}
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        trace_hooks().on_stand_ins(arrays, given)
+        hooks.tell(hooks.on_stand_ins, arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
-        with frames.with_frame(step.frame(state)) as entered:
-            result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
-            partitioned = PartitionedTree(result, _is_result)
-            for leaf in partitioned.leaves:
-                require_held(leaf, f"a result of {step.name}")
-        topology = entered.strategy.extended.topology
-        leaves = partitioned.take_leaves()
-        facts = trace_hooks().describe(leaves)
-        results = [place_output(leaf, topology) for leaf in leaves]
-        per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
-        writes = list(state.written)
-        found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
-        outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
-        return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
-
-    def traced(*arrays: jax.Array) -> list[Any]:
         try:
-            outs = trace(*arrays)
+            with frames.with_frame(step.frame(state)) as entered:
+                result = step.emit(step.function, state, *jax.tree.unflatten(treedef, arrays))
+                partitioned = PartitionedTree(result, _is_result)
+                for leaf in partitioned.leaves:
+                    require_held(leaf, f"a result of {step.name}")
+            topology = entered.strategy.extended.topology
+            leaves = partitioned.take_leaves()
+            facts = {describe: describe(leaves) for describe in hooks.describe}
+            results = [place_output(leaf, topology) for leaf in leaves]
+            per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
+            writes = list(state.written)
+            outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
+            outs += [to_storage(v, state.read(v)) for v in writes]
         except BaseException as error:
             if not log.values:
                 raise
-            outs = []
-            found.update(error=error, partitioned=None, per_replica=(), writes=[], facts=[])
+            found.update(error=error)
+            partitioned, per_replica, writes, facts, outs = None, (), [], {}, []
+        found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
         return [*outs, *log.take_values()]
 
-    with contextlib.closing(log), _naming_arguments(step, args, kwargs):
-        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(type_of, given)))
+    with contextlib.closing(log), _naming_arguments(step, args, kwargs), around.watching():
+        with explaining_errors():
+            jaxpr, consts = inner_traces.trace_jaxpr(trace, list(map(type_of, given)))
     error = found.pop("error", None)
-    signature = signature_of((args, kwargs))
-    discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
-    discovered.roots = [step.function, *objects.values]
+    discovered = Discovered(step.name, jaxpr, consts, treedef, log=log, **found)
+    discovered.roots = [step.function, *around.objects]
     _let_later_traces_initialize(discovered, step, args, kwargs)
     if error is not None:
         if not jax_compat.tracing():  # now, not in the next trace, whose context differs
             discovered.initial_values.compute(step, args, kwargs)
         raise error
-    objects.require_no_leaks(step.name, found["partitioned"].objects)
-    objects.require_inputs(jaxpr, consts)
+    around.require_no_leaks(found["partitioned"].objects)
+    around.require_inputs(jaxpr, consts)
     _require_no_baked_state(consts)
-    observer = frames.observer()
-    if observer is not None:
-        results, facts = discovered.results, discovered.facts
-        observer.on_program(discovered.reads, discovered.writes, results, facts)
+    hooks.tell(
+        hooks.on_program,
+        discovered.reads,
+        discovered.writes,
+        discovered.results,
+        discovered.facts,
+    )
     return discovered
 
 

@@ -15,8 +15,7 @@ from weakref import ref
 
 import jax
 
-from distjax import jax_compat, user_lines
-from distjax.context import frames
+from distjax import hooks, jax_compat, user_lines
 from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
@@ -142,38 +141,32 @@ class RetraceWatch:
         self._warn_at *= 2
         ordinal = f"{self._count}{'nd' if self._count == 32 else 'th'}"
         if is_replacing:
-            self._warn_of_objects(ordinal)
-            return
-        changed = [
-            f"{path}: {before.get(path, 'absent')} -> {now}"
-            for path, now in self._last.items()
-            if before.get(path) != now
-        ]
-        warnings.warn(
-            message(
-                f"{self._name} is compiled for the {ordinal} time and needs arguments whose "
-                "shapes stay the same",
-                got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
-                why="each new shape, dtype or Python value is a program of its own",
-                fix="pad batches to one shape, and pass numbers that change as arrays",
-            ),
-            RecompilationWarning,
-            stacklevel=user_lines.user_stacklevel(),
-        )
-
-    def _warn_of_objects(self, ordinal: str) -> None:
-        warnings.warn(
-            message(
+            _warn(
                 f"{self._name} is compiled for the {ordinal} time and needs the objects that it "
                 "captures to stay the same",
                 got="a new variable, metric, optimizer or layer in place of one that it used",
                 why="a compiled program is made for the variables that it was traced with",
                 fix="make it once and set it back: metric.reset(), v.assign(...), or a learning "
                 "rate as a variable",
-            ),
-            RecompilationWarning,
-            stacklevel=user_lines.user_stacklevel(),
+            )
+            return
+        changed = [
+            f"{path}: {before.get(path, 'absent')} -> {now}"
+            for path, now in self._last.items()
+            if before.get(path) != now
+        ]
+        _warn(
+            f"{self._name} is compiled for the {ordinal} time and needs arguments whose shapes "
+            "stay the same",
+            got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
+            why="each new shape, dtype or Python value is a program of its own",
+            fix="pad batches to one shape, and pass numbers that change as arrays",
         )
+
+
+def _warn(needs: str, *, got: str, why: str, fix: str) -> None:
+    text = message(needs, got=got, why=why, fix=fix)
+    warnings.warn(text, RecompilationWarning, stacklevel=user_lines.user_stacklevel())
 
 
 def record_new_function(fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
@@ -190,23 +183,18 @@ def record_new_function(fn: Callable[..., Any], strategy: StrategyLike) -> Calla
       A callback for the function's second call, which ends the streak.
     """
     code = _code_of(fn)
-    if code is None or frames.observer() is not None:  # `dj.explain` traces a function anew
+    if code is None or hooks.is_dry_run():  # `dj.explain` traces a function anew
         return lambda: None
     streak: _Streak = _streaks.get(code)
     streak.add(strategy)
     if streak.count == streak.warn_at:
         streak.warn_at *= 2
-        warnings.warn(
-            message(
-                f"{function_name(fn)} needs to be one function object for all its calls",
-                got=f"{streak.count} function objects of the same code, each called once",
-                why="a compiled program is found by the function object, so that a new lambda, "
-                "functools.partial or jit is compiled at each call",
-                fix="make it once, before the loop: fn = functools.partial(...); "
-                "strategy.run(fn, ...)",
-            ),
-            RecompilationWarning,
-            stacklevel=user_lines.user_stacklevel(),
+        _warn(
+            f"{function_name(fn)} needs to be one function object for all its calls",
+            got=f"{streak.count} function objects of the same code, each called once",
+            why="a compiled program is found by the function object, so that a new lambda, "
+            "functools.partial or jit is compiled at each call",
+            fix="make it once, before the loop: fn = functools.partial(...); strategy.run(fn, ...)",
         )
     return streak.clear
 

@@ -7,7 +7,6 @@ distjax trace it calls the function itself.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import math
@@ -16,17 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import get_abstract_mesh
 
-from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.integers import is_int
-from distjax.objects.stateful import ObjectKeywords, active_bridge, is_placeholder
-from distjax.objects.stateful_args import emit_call, emit_run
+from distjax.objects.stateful import (
+    call_of,
+    is_placeholder,
+    is_stateful,
+)
 from distjax.placement.per_replica import (
     PerReplica,
     is_per_replica,
@@ -36,6 +36,7 @@ from distjax.placement.per_replica import (
 from distjax.placement.rows import require_not_split
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
+from distjax.program.discovery import Step
 from distjax.program.functions import record_new_function
 from distjax.program.program import Program, Require
 from distjax.replica.arguments import (
@@ -47,10 +48,10 @@ from distjax.replica.arguments import (
     unmark,
     user_path,
 )
+from distjax.replica.run import run_in_trace
 from distjax.replica.trace import add_value_note
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
-from distjax.user_mesh import NO_MESH
 from distjax.variables.state import TraceState
 
 # -- error notes --------------------------------------------------------------
@@ -247,7 +248,6 @@ class CompiledFunction:
         self._require, self._renew = require, renew
         self._programs: dict[Any, Program] = {}
         self._outermost: Program | None = None  # of the default context
-        self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a distjax trace, calls the function itself."""
@@ -260,8 +260,6 @@ class CompiledFunction:
         try:
             if self._static:
                 args, kwargs = self.mark_arguments(args, kwargs)
-            if get_abstract_mesh() is not NO_MESH and user_mesh.has_user_mesh():
-                return self._under_user_mesh(program, program.call, args, kwargs)
             return program.call(args, kwargs)
         except Exception as error:
             add_argument_note(error)
@@ -288,10 +286,7 @@ class CompiledFunction:
         frame = frames.current()
         program, marked = self._program(frame), self.mark_arguments(args, kwargs)
         try:
-            if user_mesh.has_user_mesh():
-                lowered = self._under_user_mesh(program, program.lower, *marked)
-            else:
-                lowered = program.lower(*marked)
+            lowered = program.lower(*marked)
         except Exception as error:
             keep_user_lines(error)
             raise
@@ -299,32 +294,6 @@ class CompiledFunction:
         call = functools.partial(_call_within, frame, self)
         names = positional_names(self._fn)
         return LoweredProgram(lowered, call, args, marked[0], static_kwargs, names)
-
-    def _under_user_mesh(
-        self,
-        program: Program,
-        call: Callable[..., Any],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ) -> Any:
-        """Calls with or without the mesh that the user has set, as the function needs.
-
-        User code may name the mesh; JAX rejects a strategy's code under it.
-        """
-        ignoring = user_mesh.ignores_user_mesh(call)
-        if program in self._off_mesh or frames.current().has_strategy:
-            return ignoring(args, kwargs)
-        try:
-            return call(args, kwargs)
-        except ValueError as error:
-            if not user_mesh.is_refusal(error):
-                raise  # the user's function is not called again for an error of its own
-            try:
-                result = ignoring(args, kwargs)
-            except Exception:
-                raise error from None
-            self._off_mesh.add(program)
-            return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         """Returns one that compiles anew; of a method, bound to the copy of its object."""
@@ -341,16 +310,14 @@ class CompiledFunction:
         """Binds a decorated method to its object."""
         if instance is None:
             return self
-        bridge = active_bridge()
-        is_stateful = bridge is not None and bridge.is_stateful(instance)
-        is_argument = is_stateful or is_module(instance)
+        is_argument = is_stateful(instance) or is_module(instance)
         return functools.partial(self, instance if is_argument else as_static(instance, "self"))
 
     def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         program = self._programs.get(key)
         if program is None:
-            step = JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
+            step = _jit_step(self._fn, frame, self._donate_argnums, self._require is not None)
             on_second_call = record_new_function(self._fn, frame.strategy)
             program = Program(step, on_second_call, self._require)
             self._programs[key] = program
@@ -380,8 +347,13 @@ def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: Py
         return fn(*args, **kwargs)
 
 
-class JitStep:
-    """A function of `dj.jit`, as the step of a program.
+def _jit_step(
+    fn: Callable[..., Any],
+    frame: Frame,
+    donate_argnums: tuple[int, ...],
+    hands_on_static: bool,
+) -> Step:
+    """Returns a function of `dj.jit` as the step of a program.
 
     Args:
       fn: the function.
@@ -391,39 +363,26 @@ class JitStep:
         passes its arguments on to `run`.
     """
 
-    ignores_user_mesh = False  # its code may name the mesh
-    takes_objects = True
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        frame: Frame,
-        donate_argnums: tuple[int, ...],
-        hands_on_static: bool,
-    ):
-        self._fn, self._hands_on_static = fn, hands_on_static
-        self.strategy = frame.strategy if frame.has_strategy else None
-        self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
-        self.name, self.argument_names = function_name(fn), positional_names(fn)
-        self.donate_argnums = donate_argnums
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns the frame of the call, with variables in `state`."""
-        return dataclasses.replace(frames.current(), state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function in the global view."""
-        if not self._hands_on_static:
+    def emit(_: object, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not hands_on_static:
             args, kwargs = unmark((args, kwargs))
-        own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
-        args, own = without_expectations(args, own, state.expectations)
-        if isinstance(kwargs, ObjectKeywords):
-            return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
-        return emit_call(self._fn, args, own)
+        if (call := call_of(kwargs)) is not None:
+            return call.emit_call(fn, args, kwargs, state)
+        args, kwargs = without_expectations(args, kwargs, state.expectations)
+        return fn(*args, **kwargs)
 
-    def place(self, tree: PyTree) -> Any:
-        """Returns uncommitted arguments, which the program may move to its devices."""
-        return off_their_devices(tree)
+    of_user = vars(fn)["__wrapped__"] if hands_on_static else fn
+    return Step(
+        lambda: of_user,
+        emit,
+        off_their_devices,
+        function_name(fn),
+        positional_names(fn),
+        frame.strategy if frame.has_strategy else None,
+        donate_argnums,
+        keeps_context=True,
+        ignores_user_mesh=False,  # its code may name the mesh
+    )
 
 
 def jit(
@@ -473,10 +432,12 @@ def jit(
         )
     require_callable(fn, "jit")
     donate = donated_numbers(fn, donate_argnums)
-    numbers = as_numbers(static_argnums, "static_argnums")
+    names = positional_names(fn) if static_argnums != () else []
+    why = "a static argument is found by the name of its parameter"
+    numbers = _positions(fn, static_argnums, names, len(names), "static_argnums", why)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
-    return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+    return CompiledFunction(fn, donate, static | {names[n] for n in numbers})
 
 
 def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
@@ -485,19 +446,37 @@ def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple
     Raises:
       ValueError: one is not an int, or is out of range.
     """
-    numbers, names = as_numbers(given, "donate_argnums"), positional_names(fn)
-    unknown = [n for n in numbers if not -len(names) <= n < _most_arguments(fn)]
+    names = positional_names(fn)
+    why = (
+        "an argument is donated by the position of its parameter; a negative number is counted "
+        "from the last of them"
+    )
+    most = _most_arguments(fn)
+    numbers = _positions(fn, given, names, most, "donate_argnums", why)
+    return tuple(n % len(names) if n < 0 else n for n in numbers)
+
+
+def _positions(
+    fn: Callable[..., Any],
+    given: int | Sequence[int],
+    names: Sequence[str],
+    most: float,
+    argument: str,
+    why: str,
+) -> tuple[int, ...]:
+    """Returns numbers of positional arguments of a function that takes at most that many."""
+    numbers = as_numbers(given, argument)
+    unknown = [n for n in numbers if not -len(names) <= n < most]
     if unknown:
         raise ValueError(
             message(
-                f"jit: donate_argnums needs positions of parameters of {function_name(fn)}",
+                f"jit: {argument} needs positions of parameters of {function_name(fn)}",
                 got=f"{unknown}; its positional parameters are {names}",
-                why="an argument is donated by the position of its parameter; a negative number is "
-                "counted from the last of them",
-                fix="dj.jit(fn, donate_argnums=(0,))",
+                why=why,
+                fix=f"dj.jit(fn, {argument}=(0,))",
             )
         )
-    return tuple(n % len(names) if n < 0 else n for n in numbers)
+    return numbers
 
 
 def _most_arguments(fn: Callable[..., Any]) -> float:
@@ -536,22 +515,6 @@ def as_numbers(
     )
 
 
-def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
-    """Returns the names of the positional parameters with these numbers."""
-    names = positional_names(fn) if numbers else []
-    unknown = [n for n in numbers if not -len(names) <= n < len(names)]
-    if unknown:
-        raise ValueError(
-            message(
-                f"jit: static_argnums needs positions of parameters of {function_name(fn)}",
-                got=f"{unknown}; its positional parameters are {names}",
-                why="a static argument is found by the name of its parameter",
-                fix="dj.jit(fn, static_argnums=(0,))",
-            )
-        )
-    return frozenset(names[n] for n in numbers)
-
-
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
     if not static:
         return
@@ -570,47 +533,7 @@ def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
         )
 
 
-# -- run step -----------------------------------------------------------------
-# RunStep: a replica function as the step of a program.
-
-
-class RunStep:
-    """A replica function as the step of a program.
-
-    Args:
-      extended: the `extended` of the strategy whose replicas run it.
-      resolve: returns the function, which a program does not keep alive.
-    """
-
-    donate_argnums = ()
-    ignores_user_mesh = takes_objects = True
-
-    def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
-        self._extended, self._resolve = extended, resolve
-        self.name = function_name(resolve())
-        self.argument_names = positional_names(resolve())
-
-    @property
-    def strategy(self) -> StrategyLike:
-        """The strategy whose replicas run it."""
-        return self._extended.strategy
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function."""
-        return self._resolve()
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns a frame of cross-replica context."""
-        return Frame(self._extended.strategy, state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function on every replica."""
-        return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments, with arrays on other devices moved to the strategy's."""
-        return place_arguments(self._extended.topology, tree)
+# -- run ----------------------------------------------------------------------
 
 
 def _bare_rows_check(extended: ExtendedLike, fn: Callable[..., Any]) -> Require:
@@ -666,9 +589,20 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
       extended: the `extended` of the strategy whose replicas run it.
       resolve: returns the function, which a program does not keep alive.
     """
-    fn = resolve()
-    on_second_call = record_new_function(fn, extended.strategy)
-    return Program(RunStep(extended, resolve), on_second_call, _bare_rows_check(extended, fn))
+    strategy, given = extended.strategy, resolve()
+
+    def emit(
+        fn: Callable[..., Any], state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if (call := call_of(kwargs)) is not None:
+            return call.emit_run(strategy, fn, args, kwargs, state)
+        return run_in_trace(strategy, fn, args, kwargs, state)
+
+    place = lambda tree: place_arguments(extended.topology, tree)
+    names = function_name(given), positional_names(given)
+    step = Step(resolve, emit, place, *names, strategy)
+    on_second_call = record_new_function(given, strategy)
+    return Program(step, on_second_call, _bare_rows_check(extended, given))
 
 
 def compile_on_replicas(

@@ -25,13 +25,10 @@ from distjax.program.discovery import (
     Discovered,
     OutputSpec,
     Step,
-    as_static_output,
     completion_of,
-    discover,
     show_end,
 )
 from distjax.typing import PyTree
-from distjax.variables.state import CreationLog
 from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
 
 #: Writes the state of objects back, and returns what builds the user's results.
@@ -42,18 +39,9 @@ class NotTraced(Exception):
     """`jit` met arguments that are to be traced first, without the lock; nothing has happened."""
 
 
-class UnknownVariables(Exception):
-    """A trace met variables that its build does not thread, or does not write."""
-
-    def __init__(self, found: Discovered):
-        super().__init__()
-        self.found = found
-
-
 class _Offer(threading.local):
-    """What this thread lets `jit` trace: nothing, a trace made before, or (None) the step."""
+    """The trace that this thread lets `jit` use; None: it is to refuse what is new."""
 
-    is_open = False
     found: Discovered | None = None
 
 
@@ -100,11 +88,10 @@ class Build:
         self._keeps = is_one and not any(v.stored.is_remote for v in self.variables)
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
-        self.watchers = hooks.watchers_of(self)
+        self.watchers: list[hooks.Watcher] = hooks.tell(hooks.watchers, self)
         if is_throttled() and self.spans_devices:
             self.watchers.append(hooks.Watcher(after=_throttle))
-        launchers = (launch(self) for launch in hooks.launchers)
-        self._launch_elsewhere = next(filter(None, launchers), None)
+        self._launch_elsewhere = next(iter(hooks.tell(hooks.launchers, self)), None)
         self._begins = [w.begin for w in self.watchers if w.begin is not None]
         self._ends = [w.end for w in self.watchers if w.end is not None]
         self._afters = [w.after for w in self.watchers if w.after is not None]
@@ -136,21 +123,17 @@ class Build:
         The new values come first: jit pairs donated inputs with the first outputs of their shape,
         and on one device it does not ask in which memory (JAX 0.12 too).
         """
-        if not self._offer.is_open:
+        found = self._offer.found
+        if found is None:
             raise NotTraced
-        found, self._offer.found = self._offer.found, None
         values = dict(zip(self.variables, (*written, *read), strict=True))
-        if found is None or not found.fits(args, kwargs, values):
-            found = discover(self.step, args, kwargs, CreationLog())
-        if not self.covers(found):
-            raise UnknownVariables(found)
-        self.record(found)
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if self.watchers and found.spans_devices:
             token = show_end(spec, arrays, args, kwargs, self.step.donate_argnums)
         written = [new.get(v, values[v]) for v in self.writes]
-        return written, as_static_output(spec), spec.pack(arrays), token
+        outputs = spec.unpack(arrays) if spec.is_built else arrays
+        return written, {spec: None}, outputs, token
 
     def record(self, found: Discovered) -> None:
         """Records what one more trace reached, and what it knew of its results."""
@@ -168,14 +151,17 @@ class Build:
             and self.meshes >= found.meshes
         )
 
+    def offering(self, found: Discovered | None) -> contextlib.AbstractContextManager[None]:
+        """A context in which `jit` may compile this trace, or run it."""
+        return contextlib.nullcontext() if found is None else self._offering(found)
+
     @contextlib.contextmanager
-    def offering(self, found: Discovered | None) -> Generator[None]:
-        """A context in which `jit` may compile a trace, or (None) trace the step itself."""
-        self._offer.is_open, self._offer.found = True, found
+    def _offering(self, found: Discovered) -> Generator[None]:
+        self._offer.found = found
         try:
             yield
         finally:
-            self._offer.is_open, self._offer.found = False, None
+            self._offer.found = None
 
     def lower(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Discovered | None = None
@@ -190,7 +176,7 @@ class Build:
             if array is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
         operands = stored[: len(self.writes)], stored[len(self.writes) :], kwargs, *args
-        with contextlib.nullcontext() if found is None else self.offering(found):
+        with self.offering(found):
             return self.jitted.lower(*operands)
 
     # -- the launch -------------------------------------------------------------
@@ -198,7 +184,7 @@ class Build:
     def launch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> tuple[Any, OutputSpec]:
-        """Runs the program; returns what `finish` does, or its outputs, and how these are built.
+        """Runs the program; returns what `finish` does, or its outputs, and how results are built.
 
         No code of the user runs here: the classes of the tree that the step returns are called by
         the caller, who launches nothing again because they raise.

@@ -10,30 +10,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from distjax import hooks, jax_compat, user_mesh
+from distjax.context import frames
 from distjax.errors import ContextError, message
-from distjax.objects.stateful_args import find_objects, one_at_a_time
+from distjax.objects.stateful import find_objects, one_at_a_time
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
 from distjax.placement.transfer import is_narrowed, require_held
 from distjax.program.discovery import Discovered, Step, discover
 from distjax.program.functions import RetraceWatch
-from distjax.program.launch import (
-    Build,
-    Finish,
-    NotTraced,
-    UnknownVariables,
-    require_outside_traces,
-)
+from distjax.program.launch import Build, Finish, NotTraced, require_outside_traces
 from distjax.replica.arguments import is_array, is_array_or_struct, mark_modules, mark_static
-from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
+from distjax.user_mesh import has_user_mesh
 from distjax.variables.state import CreationLog, require_no_trace
 from distjax.variables.storage import copy_handles, require_undeleted
 
@@ -89,11 +85,13 @@ class FormerBuilds:
         kept.setdefault(self, []).append(former)
 
 
-#: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
-Remedy = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+#: To launch it as it is, compiled, off explicit meshes, and with arguments on its devices.
+_MOST_ATTEMPTS = 4
 
 #: Raises for (args, kwargs) that a trace, which does not see layouts, cannot reject.
 Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
+#: (args, kwargs)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Program:
@@ -124,12 +122,16 @@ class Program:
         self._num_calls = 0
         self._memory: dict[Any, Any] = {}
         self._recreated: tuple[str, ...] = ()
+        self._keeps_mesh = not step.ignores_user_mesh  # until JAX refuses the step under it
         self._watch = RetraceWatch(step.name, step.argument_names)
 
     # -- calling --------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the program and returns the user's results."""
+        """Runs the program and returns the user's results.
+
+        From the third call on, and without objects, a launch is all there is to do.
+        """
         build, refused = self._ready, None
         if build is not None and ((is_current := build.reached.is_current) is None or is_current()):
             if self._prepares:
@@ -141,14 +143,42 @@ class Program:
             else:
                 if spec.recreated:
                     self._recreated, self._ready = spec.recreated, None
-                return outputs if spec.unpack is None else spec.unpack(outputs)
+                return outputs if spec.is_built else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
+            if has_user_mesh():
+                call = functools.partial(self._call_slowly, refused=refused)
+                return self._under_user_mesh(call, self._call_slowly, args, kwargs)
             return self._call_slowly(args, kwargs, refused)
         finally:
             del refused  # its traceback holds this frame, and the arguments
 
+    def _under_user_mesh(
+        self, call: Callable[..., Any], call_anew: Callable[..., Any], *given: PyTree
+    ) -> Any:
+        """Calls with or without the mesh that the user has set, as the step needs.
+
+        User code may name the mesh; JAX rejects a strategy's code under it.
+        """
+        without = user_mesh.ignores_user_mesh(call_anew)
+        if not self._keeps_mesh or frames.current().has_strategy:
+            try:
+                return without(*given)
+            finally:
+                self._ready = None  # the next call may be under that mesh, too
+        try:
+            return call(*given)
+        except ValueError as error:
+            if not user_mesh.is_refusal(error):
+                raise  # the user's function is not called again for an error of its own
+            try:
+                result = without(*given)
+            except Exception:
+                raise error from None
+            self._keeps_mesh, self._ready = False, None
+            return result
+
     def _call_slowly(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], refused: Exception | None = None
     ) -> Any:
         """Runs the program when a call is more than the launch of a build.
 
@@ -157,96 +187,81 @@ class Program:
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
-          error: the error of an attempt to launch the build, if any.
+          refused: the error of an attempt to launch the build, if any.
         """
-        require_no_nan(error, self._step, self._build, args)  # first: it donated the arguments
-        if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
-            try:
-                return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs, None)
-            finally:
-                self._ready = None  # the next call may be under that mesh, too
+        require_no_nan(refused, self._step, self._build, args)  # first: it donated the arguments
         if self._num_calls > 1:
-            return self._with_objects(args, kwargs, self._run, error)
+            return self._with_objects(self._run, args, kwargs, refused)
         names = self._step.name, self._step.argument_names
-        after_call = trace_hooks().on_call(self._memory, self._step, names, args, kwargs)
-        result = self._with_objects(args, kwargs, self._run)
-        after_call(result, self._build.facts if self._build is not None else ())
+        told = hooks.tell(hooks.on_call, self._memory, self._step, names, args, kwargs)
+        result = self._with_objects(self._run, args, kwargs, refused)
+        for after_call in told:
+            after_call(result, self._build.facts if self._build is not None else {})
         return result
 
     def _with_objects(
         self,
+        run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run: Callable[..., Any],
-        error: Exception | None = None,
+        refused: Exception | None = None,
     ) -> Any:
-        """Returns ``run``'s result for the arguments; threads take turns with their objects.
-
-        An error of a launch with objects is that `jit` does not take these as they are.
-        """
+        """Returns ``run``'s result for the arguments; threads take turns with their objects."""
         step = self._step
         split = None
         if step.takes_objects:
             split = find_objects(step.function, args, kwargs, step.strategy, step.donate_argnums)
         if split is None:
-            self._count_call()
-            return run(args, kwargs) if error is None else run(args, kwargs, error=error)
+            return run(args, kwargs, None, refused)
         with one_at_a_time:  # until the objects have been written
             objects = split()
-            self._count_call()
             self._ready = None
-            return objects.call(run)
-
-    def _count_call(self) -> None:
-        self._num_calls += 1
-        if self._num_calls == 2:
-            self._on_second_call()
+            return objects.call(run)  # `jit` refused objects as they are, and nothing else
 
     def _run(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         finish: Finish | None = None,
-        error: Exception | None = None,
+        refused: Exception | None = None,
     ) -> Any:
-        """Runs the program and returns the user's results; what `finish` returns builds them.
+        """Launches the program; compiles it first where `jit` refuses these arguments.
 
-        Each round of the loop makes progress: a compiled signature, more variables, or arguments
-        that `jit` accepts; or it raises. So does an error of a launch that was tried before: what
-        has run is never run again.
+        It is tried again only if the arguments are new, or can be changed to what `jit` accepts:
+        what has run is never run again.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          finish: writes results back; what it returns builds the user's results.
+          refused: the error of an attempt to launch the build, if any.
         """
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self._on_second_call()
         _require_guarded(self._step.name, self._recreated)
-        build = self._current_build()
+        build, found = self._current_build(), None
         if build is None:
-            args, kwargs = self._mark_objects(args, kwargs) or (args, kwargs)
-            error = NotTraced()
-        if self._prepares:
+            refused = NotTraced()
+        elif self._prepares:
             args, kwargs = self._prepare(args, kwargs)
-        remedies = iter(
-            (
-                lambda _, args, kwargs: self._mark_objects(args, kwargs),
-                self._compile_anew,
-                user_mesh.leave_explicit_meshes,
-                self._place,
-            )
-        )
         try:
-            while True:
-                offer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-                if error is not None:
-                    args, kwargs = self._remedy(error, args, kwargs, remedies)
+            for _ in range(_MOST_ATTEMPTS):
+                if refused is not None:
+                    args, kwargs = self._accepted(refused, args, kwargs)
                 try:
-                    if error is not None:
-                        offer = self._compile(args, kwargs)
-                    build = self._build
-                    assert build is not None, "compiled above"
-                    with offer:
+                    if refused is not None or build is None:
+                        build, found = self._compile(args, kwargs)
+                    with build.offering(found):
                         result, spec = build.launch(args, kwargs, finish)
                     break
-                except Exception as refused:
-                    error = refused
+                except Exception as error:
+                    refused = error
+            else:
+                assert refused is not None, "each attempt was refused"
+                raise refused
         finally:
-            del error  # its traceback holds this frame, and the arguments
+            del refused  # its traceback holds this frame, and the arguments
         self._recreated = spec.recreated
         if finish is not None:
             return result()
@@ -304,127 +319,103 @@ class Program:
 
     # -- what a call that was refused needs -----------------------------------
 
-    def _remedy(
-        self,
-        error: Exception,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        remedies: Iterator[Remedy],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments for another attempt after `error`, or raises it.
+    def _accepted(
+        self, refused: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Returns the arguments as `jit` takes them, or raises `refused` if they are so already."""
+        self._explain(refused, args)
+        is_new = isinstance(refused, NotTraced)
+        if jax_compat.is_broken_cache(refused):
+            self._build, is_new = None, True
+        marked = self._mark_objects(args, kwargs)
+        if marked is not None:
+            args, kwargs = marked
+        elif not is_new and user_mesh.has_explicit_mesh((args, kwargs)):
+            args, kwargs = user_mesh.off_explicit_meshes((args, kwargs))
+        elif not is_new:
+            args, kwargs = self._placed(refused, args, kwargs)
+        return self._prepare(args, kwargs) if self._prepares else (args, kwargs)
 
-        Args:
-          error: what the launch raised.
-          args: positional arguments.
-          kwargs: keyword arguments.
-          remedies: those not yet tried in this call.
-        """
-        require_no_nan(error, self._step, self._build, args)
-        if isinstance(error, UnknownVariables):
-            with self._tracing, hooks.working(f"tracing {self._step.name}"):
-                self._rebuild(error.found, args, kwargs)
-        if isinstance(error, (NotTraced, UnknownVariables)):
-            return args, kwargs
-        for variable in self._build.variables if self._build is not None else ():
-            try:
-                variable.stored.require()
-                variable.stored.require_present()
-            except ContextError as lost:  # by this launch, unless that says the same
-                raise lost from None if isinstance(error, ContextError) else error
-        if "deleted" in str(error):
-            self._require_undeleted(args)
-        changed = filter(None, (remedy(error, args, kwargs) for remedy in remedies))
-        found = next(changed, None)
-        if found is None:
-            raise error
-        return found
-
-    def _compile_anew(
-        self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> Any:
-        if not jax_compat.is_broken_cache(error):
-            return None
-        self._build = None
-        return args, kwargs
-
-    def _place(self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        return self._on_devices(args, kwargs) if jax_compat.is_device_mismatch(error) else None
-
-    def _on_devices(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        """Returns the arguments on devices where the program can run."""
+    def _placed(
+        self, refused: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> Arguments:
+        """Returns the arguments on devices where the program can run, or raises `refused`."""
+        if not jax_compat.is_device_mismatch(refused):
+            raise refused
         for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
             if is_per_replica(leaf):
                 return_to_replicas(leaf)
         return self._step.place((args, kwargs))
 
+    def _explain(self, refused: Exception, args: tuple[Any, ...]) -> None:
+        """Raises a clearer error in place of one that a launch raised, if there is one."""
+        require_no_nan(refused, self._step, self._build, args)
+        if isinstance(refused, NotTraced):
+            return
+        for variable in self._build.variables if self._build is not None else ():
+            try:
+                variable.stored.require()
+                variable.stored.require_present()
+            except ContextError as lost:  # by this launch, unless that says the same
+                raise lost from None if isinstance(refused, ContextError) else refused
+        if "deleted" in str(refused):
+            self._require_undeleted(args)
+
     # -- tracing and compiling --------------------------------------------------
 
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> tuple[Build, Discovered | None]:
         """Traces and compiles for these arguments, while no lock of variables is held.
 
-        Returns the context for the launch: in it `jit` may trace the step, as `jax.disable_jit`
-        does at each call. Without variables there is no lock to hold up anyone, so the launch
-        itself compiles what was traced here.
+        Returns the build, and the trace that `jit` may use once more in the launch: to run it
+        operation by operation (`jax.disable_jit`, `jax.debug_nans`), or to compile it, if it has
+        no variables, so that there is no lock to hold up anyone.
         """
-        with self._tracing, hooks.working(f"compiling {self._step.name}"):
+        with self._tracing, hooks.inside(hooks.at_work, f"compiling {self._step.name}"):
             self.require(args, kwargs)
             self._require_held(args, kwargs)
-            build, found = self._build, None
-            if build is None or not build.variables:
+            build, found, lowered = self._build, None, None
+            ahead = jax_compat.compiles()
+            if build is not None and ahead:
+                with contextlib.suppress(Exception):  # else another thread has compiled it
+                    lowered = build.lower(args, kwargs)
+            if build is None or lowered is None:
                 build, found = self._trace(args, kwargs)
-            if build.variables:
-                require_outside_traces(build)
-            if jax_compat.compiles() and (build.variables or build.on_compiled):
-                build = self._compile_ahead(build, found, args, kwargs)
-                found = None
+                if build.variables:
+                    require_outside_traces(build)
+                if ahead and (build.variables or build.on_compiled):
+                    # A class among the arguments may take only arrays: then the launch compiles.
+                    with contextlib.suppress(Exception):
+                        lowered = build.lower(args, kwargs, found)
+            if lowered is not None:
+                for compiled in build.on_compiled:
+                    compiled(build, lowered, args, kwargs)
+                with contextlib.suppress(Exception):  # the launch will raise it
+                    lowered.compile()
             jax_compat.forget_refusals(build.jitted)
-            return build.offering(found)
-
-    def _compile_ahead(
-        self,
-        build: Build,
-        found: Discovered | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Build:
-        """Compiles a program for these arguments; returns the build that has it."""
-        try:
-            try:
-                lowered = build.lower(args, kwargs, found)
-            except NotTraced:
-                build, found = self._trace(args, kwargs)
-                lowered = build.lower(args, kwargs, found)
-        except UnknownVariables:
-            raise
-        except Exception:  # a class among the arguments takes only arrays: the launch compiles
-            return build
-        for compiled in build.on_compiled:
-            compiled(build, lowered, args, kwargs)
-        with contextlib.suppress(Exception):  # the launch will raise it
-            lowered.compile()
-        return build
+            return build, found
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these arguments; structs among them stand for arrays."""
-        return self._with_objects(args, kwargs, self._lower)
+        lower = functools.partial(self._with_objects, self._lower)
+        if has_user_mesh():
+            return self._under_user_mesh(lower, lower, args, kwargs)
+        return lower(args, kwargs)
 
     def _lower(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *_: object
     ) -> jax.stages.Lowered:
         self.require(args, kwargs)
         self._current_build()
         marked = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
-        args, kwargs = marked or (args, kwargs)
+        given = marked or (args, kwargs)
         with self._tracing:
             try:
-                return self._lower_traced(args, kwargs)
+                return self._lower_traced(*given)
             except ValueError as error:
-                if not jax_compat.is_device_mismatch(error):
-                    raise
-                args, kwargs = self._on_devices(args, kwargs)
-                return self._lower_traced(args, kwargs)
+                refused = error
+            return self._lower_traced(*self._placed(refused, *given))
 
     def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         if self._build is not None:
@@ -435,29 +426,21 @@ class Program:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Build, Discovered]:
         """Traces the step; returns a build with its variables, and the trace."""
-        build = self._build
-        if build is not None or self._formers.is_replacing:
+        build, step = self._build, self._step
+        if (build is not None or self._formers.is_replacing) and jax_compat.compiles():
             self._watch.record(args, kwargs, is_replacing=build is None)
-        found = discover(self._step, args, kwargs, CreationLog())
-        if build is None or not build.covers(found):
-            return self._rebuild(found, args, kwargs)
-        build.record(found)
-        return build, found
-
-    def _rebuild(
-        self, found: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Build, Discovered]:
-        """Adds the variables of one more trace to the build, after initializing new ones."""
-        created = found.created
-        if created:
-            require_no_trace(created[0].name)
-            found.initial_values.store(self._step, args, kwargs)
-            found = discover(self._step, args, kwargs, CreationLog(made=created))
-        for told in hooks.on_new_program:
-            told(self._step.name)
-        self._build = build = Build(self._step, found, self._build)
-        self._formers.replace_by(build)
-        return build, found
+        found = discover(step, args, kwargs, CreationLog())
+        if build is not None and build.covers(found):
+            build.record(found)
+            return build, found
+        if found.created:
+            require_no_trace(found.created[0].name)
+            found.initial_values.store(step, args, kwargs)
+            found = discover(step, args, kwargs, CreationLog(made=found.created))
+        hooks.tell(hooks.on_new_program, step.name)
+        self._build = Build(step, found, build)
+        self._formers.replace_by(self._build)
+        return self._build, found
 
 
 def require_no_nan(

@@ -17,7 +17,6 @@ the replica axis for a user's, and cannot map some primitives. Such equations ar
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from distjax import inner_traces, jax_compat, user_lines
+from distjax import hooks, inner_traces, jax_compat, user_lines
 from distjax.collectives.mapping import map_replicas
-from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax.jaxprs import CALLS, evaluate_inside
@@ -106,9 +104,8 @@ class JaxprEmitter:
         self.analysis.run(eqns, varying)
         flags = [varying[v] for v in outs]
         part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
-        observer = frames.observer()
-        if observer is not None and self.topology.num_replicas > 1:
-            observer.on_segment(part, [env[v].varying for v in ins], self.analysis)
+        if self.topology.num_replicas > 1:
+            hooks.tell(hooks.on_segment, part, [env[v].varying for v in ins], self.analysis)
         values = map_replicas(
             self.topology,
             lambda *local: self._evaluate(part, (), local),
@@ -183,8 +180,7 @@ def emit_equation(
 def _emit_merge(
     emitter: JaxprEmitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
-    observer = frames.observer()
-    with observer.on_merge(eqn) if observer is not None else contextlib.nullcontext():
+    with hooks.inside(hooks.in_merge, eqn):
         return eqn.params["merge"].emit(ins, emitter.topology)
 
 
@@ -358,8 +354,7 @@ def _shapes_only(
         found[:] = fn(*arrays)
         return [o.array for o in found]
 
-    with frames.without_observer():
-        inner_traces.trace_jaxpr(trace, avals)
+    inner_traces.trace_jaxpr(trace, avals, only_shapes=True)
     return found
 
 

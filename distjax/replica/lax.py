@@ -224,8 +224,8 @@ def _scan_no_steps(f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: P
         with frames.with_frame(dataclasses.replace(frames.current(), state=state)):
             found[:] = [_types_of(f(carry, x)[1])]
 
-    with frames.without_observer():
-        inner_traces.trace_jaxpr(traced, (_types_of(init), jax.tree.map(_slice_shape, xs)))
+    types = _types_of(init), jax.tree.map(_slice_shape, xs)
+    inner_traces.trace_jaxpr(traced, types, only_shapes=True)
     return _as_arrays(init), jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), found[0])
 
 
@@ -254,8 +254,7 @@ def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) ->
             fn(*args)
         written[:] = list(state.written)
 
-    with frames.without_observer():
-        inner_traces.trace_jaxpr(traced, shapes)
+    inner_traces.trace_jaxpr(traced, shapes, only_shapes=True)
     for variable in written:
         outer.require_writable(variable)
     return written

@@ -298,7 +298,20 @@ class UserMerge:
         self.strategy, self.fn, self.args = strategy, fn, args
         self._closure = ClosureValues(fn)
         self._modes = ProgramModes.of_this_thread()
-        self._trace_for_shapes()
+        # Every array is first passed as one value, which makes any operation legal and gives the
+        # same shapes and dtypes for a replica. If that raises, every array is passed per replica.
+        try:
+            self.jaxpr = self._trace_for_shapes(varying=False)
+        except MergeError:  # no locality would fix this
+            raise
+        except Exception:
+            if not self.args.leaves or self.topology.num_replicas == 1:
+                raise
+            with contextlib.suppress(Exception):  # the first error is reported
+                self._trace_for_shapes(varying=True)
+                self.jaxpr = None
+                return
+            raise
 
     @property
     def topology(self) -> Topology:
@@ -316,28 +329,8 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
-    def _trace_for_shapes(self) -> None:
-        """Traces the function abstractly, for its shapes and variables.
-
-        Every array is first passed as one value, which makes any operation legal and gives the
-        same shapes and dtypes for a replica. If that raises, every array is passed per replica.
-        """
-        try:
-            self.jaxpr = self._trace(varying=False)
-        except MergeError:  # no locality would fix this
-            raise
-        except Exception:
-            if not self.args.leaves or self.topology.num_replicas == 1:
-                raise
-            try:
-                self._trace(varying=True)
-                self.jaxpr = None
-                return
-            except Exception:  # report the first error
-                pass
-            raise
-
-    def _trace(self, *, varying: bool) -> jax_compat.Jaxpr:
+    def _trace_for_shapes(self, *, varying: bool) -> jax_compat.Jaxpr:
+        """Traces the function abstractly, for its shapes and variables."""
         topology, found = self.topology, dict[str, Any]()
         axes = (topology.num_replicas,) if varying else ()
         given = map(jax_compat.aval_of, self.args.leaves)
@@ -355,8 +348,8 @@ class UserMerge:
             return [*(o.array for o in outs), *map(state.read, written)]
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
-        with user_mesh.outside_manual_axes(), frames.without_observer():
-            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals)
+        with user_mesh.outside_manual_axes():
+            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals, only_shapes=True)
         self._require_no_bare_collective(jaxpr)
         self.__dict__.update(found)
         return jaxpr
@@ -482,9 +475,9 @@ _REDUCTION = "distjax_reduce_"
 
 
 def call_as_reduction(
-    name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
+    name: str, reduce: Callable[..., list[Any]], arrays: Sequence[Any], *static: object
 ) -> list[Any]:
-    """Returns ``reduce(arrays)``; as a single equation where a merge is traced for its shapes.
+    """Returns ``reduce(arrays, *static)``; one equation where a merge is traced for its shapes.
 
     So what reads such a trace sees what is reduced.
 
@@ -492,12 +485,13 @@ def call_as_reduction(
       name: "SUM", "MEAN", "GATHER", or another operation.
       reduce: the reduction.
       arrays: its operands.
+      *static: what else it takes.
     """
     if not isinstance(frames.current().state, ShapeState):
-        return reduce(arrays)
+        return reduce(arrays, *static)
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        return reduce(arrays)
+        return reduce(arrays, *static)
 
     call.__name__ = f"{_REDUCTION}{name}"
     return jax.jit(call)(list(arrays))

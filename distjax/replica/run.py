@@ -6,15 +6,13 @@ code in the outer trace and proves which values are equal.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import hooks
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -37,12 +35,9 @@ from distjax.replica.global_value import (
     from_variable,
     to_variable,
 )
-from distjax.replica.hooks import Given, TracedRun, trace_hooks
 from distjax.replica.trace import (
     ReplicaTrace,
-    add_captured_note,
-    add_keys_note,
-    add_value_note,
+    add_notes,
     keep_created,
     require_no_other_mesh,
     require_own_axis,
@@ -52,34 +47,55 @@ from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState, find_variables
 
 
-class Traced(NamedTuple):
-    """What a layer may see of the trace of a replica function: see `watching_traces`.
+class Given(NamedTuple):
+    """A replica function's arguments.
 
     Attributes:
-      jaxpr: one replica's view of it.
-      varying: whether each of its inputs may differ per replica.
-      result: the tree of its results, whose arrays are the first outputs of `jaxpr`.
-      axis_name: the name of the replica axis.
+      name: the user's name for the function.
+      partitioned: its arguments.
+      names: the user's names for the positional ones.
+      values: the values of their leaves.
     """
 
-    jaxpr: jax_compat.Jaxpr
-    varying: Sequence[bool]
-    result: PartitionedTree
-    axis_name: str
+    name: str
+    partitioned: PartitionedTree
+    names: Sequence[str]
+    values: Sequence[GlobalValue]
+
+    @property
+    def paths(self) -> list[str]:
+        """The user's paths to the leaves."""
+        return [user_path(path, self.names) for path in self.partitioned.paths]
 
 
-_watch: ContextVar[list[Traced] | None] = ContextVar("distjax_traces", default=None)
+class TracedRun(NamedTuple):
+    """A replica function that has been traced and emitted.
 
+    Attributes:
+      fn: the function.
+      given: its arguments.
+      traced: its trace.
+      topology: its replicas.
+      results: its array results, in the global view.
+      values: the same as the user gets them.
+      finals: the last values of the variables that it writes, in the global view.
+      unequal: the variables that it creates with an initial value that differs.
+      num_own: how many of the results are the user's; the others are state of objects.
+      is_first_of_several: whether the user's results are the first of a tuple of trees.
+      expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
+    """
 
-@contextlib.contextmanager
-def watching_traces() -> Generator[list[Traced]]:
-    """A context that gives what replica functions were traced to in it."""
-    traces: list[Traced] = []
-    token = _watch.set(traces)
-    try:
-        yield traces
-    finally:
-        _watch.reset(token)
+    fn: Callable[..., Any]
+    given: Given
+    traced: ReplicaTrace
+    topology: Topology
+    results: Sequence[GlobalValue]
+    values: Sequence[Any]
+    finals: Sequence[GlobalValue]
+    unequal: Sequence[Any]
+    num_own: int
+    is_first_of_several: bool
+    expectations: Mapping[int, tuple[Any, str]]
 
 
 def run_in_trace(
@@ -108,7 +124,7 @@ def run_in_trace(
     """
     topology = strategy.extended.topology
     names = positional_names(fn)
-    after_call = trace_hooks().on_call(outer.memory, fn, (function_name(fn), names), args, kwargs)
+    told = hooks.tell(hooks.on_call, outer.memory, fn, (function_name(fn), names), args, kwargs)
     args, kwargs = without_expectations(args, kwargs, outer.expectations)
     partitioned = PartitionedTree(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
@@ -116,7 +132,14 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    traced = _trace_valid(strategy, fn, given, outer, topology)
+    try:
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
+    except Exception as error:
+        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
+        raise
+    require_no_other_mesh(given.name, traced.jaxpr, topology)
+    for captured in traced.consts:
+        require_not_split(captured, topology, f"an array that {given.name} captures")
     require_own_axis(given.name, traced.jaxpr, topology)
     try:
         outs = _emit(topology, traced, global_values, outer)
@@ -133,30 +156,26 @@ def run_in_trace(
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
     pinned = _pin_results(results, topology)
-    watch = _watch.get()
-    if watch is not None:
-        varying = [x.varying for x in global_values]
-        watch.append(Traced(traced.jaxpr, varying, traced.result, topology.axis_name))
     values = [as_user_value(r, topology) for r in pinned]
     is_several = returns_object_state
     num_own = sum(path.startswith("[0]") or not is_several for path in traced.result.paths)
-    trace_hooks().on_traced(
-        TracedRun(
-            fn,
-            given,
-            traced,
-            topology,
-            results,
-            values,
-            finals,
-            unequal,
-            num_own,
-            is_several,
-            outer.expectations,
-        )
+    run = TracedRun(
+        fn,
+        given,
+        traced,
+        topology,
+        results,
+        values,
+        finals,
+        unequal,
+        num_own,
+        is_several,
+        outer.expectations,
     )
+    hooks.tell(hooks.on_traced, run)
     result = traced.result.combine(values)
-    after_call(result, ())
+    for after_call in told:
+        after_call(result, {})
     return result
 
 
@@ -180,30 +199,6 @@ def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalV
         return results
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
-
-
-def _trace_valid(
-    strategy: StrategyLike,
-    fn: Callable[..., Any],
-    given: Given,
-    outer: TraceState,
-    topology: Topology,
-) -> ReplicaTrace:
-    """Traces ``fn``; raises if it does what a replica cannot do."""
-    try:
-        traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
-    except (AttributeError, TypeError, jax.errors.JAXTypeError) as error:
-        add_captured_note(error, given.name)
-        add_value_note(error, given.name, given.paths, given.partitioned.leaves)
-        raise
-    except ValueError as error:
-        arguments = given.name, given.paths, given.partitioned.leaves
-        add_keys_note(error, *arguments, topology.num_replicas)
-        raise
-    require_no_other_mesh(given.name, traced.jaxpr, topology)
-    for captured in traced.consts:
-        require_not_split(captured, topology, f"an array that {given.name} captures")
-    return traced
 
 
 def _bind_created(

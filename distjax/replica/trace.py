@@ -187,6 +187,25 @@ _CAPTURED = "The PerReplica is not an argument"
 _START = "Python needs the value of a traced array"
 
 
+def add_notes(
+    error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
+) -> None:
+    """Adds what is known of the cause to an error of a replica function's trace.
+
+    Args:
+      error: the error.
+      name: the user's name for the function.
+      paths: the user's paths to its arrays.
+      leaves: these arrays.
+      num_replicas: R.
+    """
+    if isinstance(error, (AttributeError, TypeError, jax.errors.JAXTypeError)):
+        add_captured_note(error, name)
+        add_value_note(error, name, paths, leaves)
+    elif isinstance(error, ValueError):
+        add_keys_note(error, name, paths, leaves, num_replicas)
+
+
 def add_value_note(
     error: Exception,
     name: str = "",

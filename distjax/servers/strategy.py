@@ -18,7 +18,7 @@ from distjax.context.contracts import Destinations
 from distjax.errors import describe_value, message
 from distjax.integers import is_int, require_int
 from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.objects.stateful_args import run_here
+from distjax.objects.stateful import run_here
 from distjax.placement.topology import (
     REPLICA_AXIS,
     Topology,

@@ -18,7 +18,7 @@ from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
-from distjax.objects.stateful_args import run_here
+from distjax.objects.stateful import run_here
 from distjax.placement.rows import holds_noted
 from distjax.placement.topology import Topology
 from distjax.program.functions import FunctionCache
@@ -57,7 +57,8 @@ def _cross_replica(method: _Method[_P, _R]) -> _Method[_P, _R]:
     @functools.wraps(method)
     def call(self: StrategyExtended, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         frames.require_cross_replica(self.strategy, name)
-        return off_mesh(self, *args, **kwargs)
+        call = off_mesh if user_mesh.has_user_mesh() else method
+        return call(self, *args, **kwargs)
 
     return call
 

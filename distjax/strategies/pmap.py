@@ -18,19 +18,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distjax import user_lines
+from distjax import hooks, user_lines
 from distjax.collectives.mapping import constrain_to_replicas
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import expect, reason_in
 from distjax.context.frames import Frame
-from distjax.context.observer import Finding
-from distjax.context.reporting import report
+from distjax.context.reporting import Finding, report
 from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, LocalityError, LocalityWarning, describe_value, message
 from distjax.integers import is_int
 from distjax.jax_compat import JaxprEqn, Literal, Tracer
-from distjax.objects.stateful import ResultTree, active_bridge, take_apart
+from distjax.objects.stateful import ResultTree, is_stateful, take_apart
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, require_axis_name
 from distjax.placement.transfer import require_held
@@ -50,7 +49,7 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.global_value import AlreadyPlaced, GlobalValue, stack_replicas
-from distjax.replica.run import Traced, watching_traces
+from distjax.replica.run import TracedRun
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.strategy import Strategy
@@ -334,9 +333,10 @@ def _run_on_rows(
         return take_apart(require_finished(fn(*args, **kwargs), fn))
 
     apart.__qualname__ = mapping.name
-    with watching_traces() as traces:
+    runs: list[TracedRun] = []
+    with hooks.listening((hooks.on_traced, runs.append)):
         result: ResultTree = strategy.run(apart, args, kwargs)
-    leaves = _stack(result, mapping, traces[-1], topology)
+    leaves = _stack(result, mapping, runs[-1], topology)
     if leaves_program:
         leaves = [AlreadyPlaced(x) if isinstance(x, jax.Array) else x for x in leaves]
     return result.treedef.unflatten(leaves)
@@ -550,12 +550,7 @@ def _is_none(value: object) -> bool:
 
 
 def _is_leaf(value: object) -> bool:
-    return is_one_leaf(value) or _is_object(value)
-
-
-def _is_object(value: object) -> bool:
-    bridge = active_bridge()
-    return bridge is not None and bridge.is_stateful(value)
+    return is_one_leaf(value) or is_stateful(value)
 
 
 def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
@@ -572,7 +567,7 @@ def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
     if isinstance(leaf, Tracer):  # numbers are traced too
         got = f"an array or a number of shape {leaf.shape}"
     fix = "in_axes=None for what all replicas share; static_broadcasted_argnums for a Python object"
-    if _is_object(leaf):
+    if is_stateful(leaf):
         got = "an object whose state the program writes back: a module or a variable"
         fix = "in_axes=None, as all replicas share it; for rows of an nnx.State: nnx.as_pure(state)"
     raise ValueError(
@@ -597,7 +592,7 @@ def _per_replica_text(path: str, function: str, value: PerReplica) -> str:
 # -- results ---------------------------------------------------------------------
 
 
-def _stack(result: ResultTree, mapping: _Mapping, traced: Traced, topology: Topology) -> list[Any]:
+def _stack(result: ResultTree, mapping: _Mapping, run: TracedRun, topology: Topology) -> list[Any]:
     """Returns the results of `run` with the replica axis as in `out_axes`."""
     try:  # never unflattens user classes with axes as leaves
         axes = _broadcast_axes(mapping.out_axes, result.treedef)
@@ -614,8 +609,8 @@ def _stack(result: ResultTree, mapping: _Mapping, traced: Traced, topology: Topo
     for_all = [path for path, axis in zip(result.paths, axes, strict=True) if axis is None]
     if for_all:
         # With objects, their state follows the results.
-        is_all = jax.tree.structure(result, is_leaf=is_one_leaf) == traced.result.treedef
-        _report_lost(mapping, for_all, traced, "" if is_all else "[0]")
+        is_all = jax.tree.structure(result, is_leaf=is_one_leaf) == run.traced.result.treedef
+        _report_lost(mapping, for_all, run, "" if is_all else "[0]")
     return [_with_axis(x, axis, topology) for x, axis in zip(result.leaves, axes, strict=True)]
 
 
@@ -639,18 +634,19 @@ def _with_axis(leaf: PyTree, axis: int | None, topology: Topology) -> Any:
     return jax.lax.with_sharding_constraint(moved, NamedSharding(topology.mesh, spec))
 
 
-def _report_lost(mapping: _Mapping, paths: Sequence[str], traced: Traced, prefix: str) -> None:
+def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix: str) -> None:
     """Warns where all values but one are dropped, grouped by `dj.expect` reason.
 
     Args:
       mapping: how the function is mapped.
       paths: the results of which one value is returned for all.
-      traced: the trace of the function.
+      run: the trace of the function.
       prefix: what comes before the user's paths in the results of the trace.
     """
+    traced = run.traced
     atoms = dict(zip(traced.result.paths, traced.jaxpr.outvars, strict=False))
     results = {path: atoms[prefix + path] for path in paths if prefix + path in atoms}
-    origins = _find_origins(traced, list(results.values()))
+    origins = _find_origins(run, list(results.values()))
     lost = {path: origins[atom] for path, atom in results.items() if atom in origins}
     reasons = {
         path: None if eqn is None else reason_in(str(eqn.source_info.name_stack))
@@ -674,15 +670,16 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], traced: Traced, prefix
         report(Finding("warning", rule, text, line, reason), LocalityWarning)
 
 
-def _find_origins(traced: Traced, atoms: Sequence[Any]) -> dict[Any, JaxprEqn | None]:
+def _find_origins(run: TracedRun, atoms: Sequence[Any]) -> dict[Any, JaxprEqn | None]:
     """Returns what made those of `atoms` differ that do; None for an argument.
 
     It is the last equation on the way at which an equal value meets a differing one, as parameters
     and a gradient do; otherwise the one that made the value.
     """
-    jaxpr = traced.jaxpr
+    jaxpr = run.traced.jaxpr
     made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    varying = Analysis(traced.axis_name).values(jaxpr, traced.varying)
+    inputs_differ = [value.varying for value in run.given.values]
+    varying = Analysis(run.topology.axis_name).values(jaxpr, inputs_differ)
     origins: dict[Any, JaxprEqn | None] = {}
     for atom in atoms:
         if isinstance(atom, Literal) or not varying[atom]:

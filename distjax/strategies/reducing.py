@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.cluster.writes import record_write
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.ops import as_reduce_op, require_dense, require_gather_axis, require_sums
@@ -26,7 +26,6 @@ from distjax.collectives.reductions import (
     reduce_arrays,
     reduce_masked,
 )
-from distjax.context import frames
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
@@ -38,7 +37,6 @@ from distjax.placement.topology import Topology
 from distjax.placement.transfer import require_held, require_no_mask, transfer, without_alias
 from distjax.replica.arguments import is_array, mark_modules, unmark
 from distjax.replica.global_value import GlobalValue, place_output, replica_aval
-from distjax.replica.hooks import trace_hooks
 from distjax.replica.merge import call_as_reduction
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
@@ -87,9 +85,6 @@ def _reduce_leaves(
     found = [x for x in global_values if x is not None]
     for x in found:
         require_sums(x.array.dtype, f"reduce({op.name})")
-    observer = frames.observer()
-    if observer is not None and extended.num_replicas > 1 and not all(x.varying for x in found):
-        observer.on_equal_reduction(f"reduce({op.name})")
     found_splits = [s for x, s in zip(global_values, splits, strict=False) if x is not None]
     static = (op, tuple(x.varying for x in found), axes, options, tuple(found_splits))
     name = op.name if not axes else f"{op.name}_within"
@@ -111,10 +106,12 @@ def _call(
     if not values:
         return []
     arrays, topology = [x.array for x in values], extended.topology
-    told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
-    call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
-    outs = call_as_reduction(name, call, arrays)
-    trace_hooks().on_reduced(name, arrays, outs, topology)
+    if jax_compat.tracing():
+        outs = call_as_reduction(name, fn, arrays, topology, *static)
+    else:
+        told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
+        outs = call_compiled(fn, arrays, topology, *static, name=told)
+    hooks.tell(hooks.on_reduced, name, values, outs, topology)
     return [note_one_value(out, topology.num_replicas) for out in outs]
 
 

@@ -30,7 +30,7 @@ from distjax.program.functions import FunctionCache
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
-from distjax.strategies.updating import CrossReplicaStep
+from distjax.strategies.updating import cross_replica_step
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced
 from distjax.variables.state import TraceState
@@ -268,8 +268,7 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         found[:] = [jax.tree.structure(outs)]
         return jax.tree.leaves(outs)
 
-    with frames.without_observer():
-        jaxpr, _ = inner_traces.trace_jaxpr(trace, ())
+    jaxpr, _ = inner_traces.trace_jaxpr(trace, (), only_shapes=True)
     avals: list[Any] = [v.aval for v in jaxpr.outvars]
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     first = jax.tree.map(jnp.asarray, dict(initial or {}))
@@ -311,4 +310,4 @@ def make_steps_program(
 
     name = f"steps of {function_name(resolve())}"
     names = "layout", "elements", "initial_loop_values"
-    return Program(CrossReplicaStep(extended, name, resolve, emit, names))
+    return Program(cross_replica_step(extended, name, resolve, emit, names))

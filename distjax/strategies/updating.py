@@ -28,6 +28,7 @@ from distjax.errors import (
 )
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.rows import is_split_over_replicas, require_not_split
+from distjax.program.discovery import Step
 from distjax.program.program import Program
 from distjax.replica.arguments import (
     PartitionedTree,
@@ -282,11 +283,17 @@ def _on_each_copy(
     if state is not None:
         return emit(fn, state, args, kwargs)
     name = "update_non_slot" if variable is None else f"update of {variable.name}"
-    return Program(CrossReplicaStep(extended, name, lambda: fn, emit)).call(args, kwargs)
+    return Program(cross_replica_step(extended, name, lambda: fn, emit)).call(args, kwargs)
 
 
-class CrossReplicaStep:
-    """Cross-replica code of distjax around a function of the user, as the step of a program.
+def cross_replica_step(
+    extended: ExtendedForVariables,
+    name: str,
+    resolve: Callable[[], Callable[..., Any]],
+    emit: Callable[..., Any],
+    argument_names: Sequence[str] = (),
+) -> Step:
+    """Returns cross-replica code of distjax around a function of the user, as a program's step.
 
     Args:
       extended: that of the strategy in whose context it runs.
@@ -295,38 +302,8 @@ class CrossReplicaStep:
       emit: runs the code: ``emit(fn, state, args, kwargs)``.
       argument_names: the names of its positional arguments.
     """
-
-    donate_argnums = ()
-    ignores_user_mesh, takes_objects = True, False
-
-    def __init__(
-        self,
-        extended: ExtendedForVariables,
-        name: str,
-        resolve: Callable[[], Callable[..., Any]],
-        emit: Callable[..., Any],
-        argument_names: Sequence[str] = (),
-    ):
-        self._extended, self._resolve, self._emit = extended, resolve, emit
-        self.name, self.argument_names = name, argument_names
-        self.strategy = extended.strategy
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function."""
-        return self._resolve()
-
-    def frame(self, state: TraceState) -> Frame:
-        """Returns a frame of cross-replica context."""
-        return Frame(self._extended.strategy, state=state)
-
-    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the code in the trace of `state`."""
-        return self._emit(self._resolve(), state, args, kwargs)
-
-    def place(self, tree: PyTree) -> Any:
-        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
-        return self._extended.place_arguments(tree)
+    place, strategy = extended.place_arguments, extended.strategy
+    return Step(resolve, emit, place, name, argument_names, strategy, takes_objects=False)
 
 
 class _ComponentState(TraceState):

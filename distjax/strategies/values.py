@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.collectives.ops import is_sparse
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
@@ -34,7 +34,6 @@ from distjax.placement.transfer import (
 )
 from distjax.replica.arguments import is_array, require_callable
 from distjax.replica.global_value import place_output
-from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
 from distjax.variables.access import read_components
 from distjax.variables.stored_variable import StoredVariable
@@ -204,7 +203,7 @@ def values_from_function(extended: ExtendedLike, fn: Callable[[Any], Any]) -> An
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         value = fn(ValueContext())
-        trace_hooks().on_lone_value(value)
+        hooks.tell(hooks.on_lone_value, value)
         return value
     topology = extended.topology
     flat: list[tuple[list[Any], Any]] = []
@@ -320,7 +319,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     topology = extended.topology
     if not extended.wraps:
         row = _place(without_alias(rows[0]), topology)
-        trace_hooks().on_lone_value(row)
+        hooks.tell(hooks.on_lone_value, row)
         return row
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)

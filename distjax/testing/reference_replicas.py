@@ -22,7 +22,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import ContextError, MergeError, UnsupportedError, message
 from distjax.modes import ReduceOp
-from distjax.objects.stateful_args import has_objects
+from distjax.objects.stateful import has_objects
 from distjax.placement.per_replica import is_per_replica, require_local
 from distjax.replica.arguments import require_call
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable

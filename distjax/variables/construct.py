@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
@@ -69,7 +69,7 @@ def make_variable(
     if find_policy is None:
         find_policy = policy_for if placement.synchronizes else lambda *_: PLAIN
     policy = find_policy(modes, aval.dtype, name)
-    if frames.is_dry_run():
+    if hooks.is_dry_run():
         raise ContextError(_dry_run_text(name))
     again = None
     if state is not None and state.creations is not None:

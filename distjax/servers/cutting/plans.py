@@ -20,9 +20,9 @@ from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.jax_compat import Jaxpr, Literal
 from distjax.lint.examine import examine
-from distjax.objects.plain_objects import ObjectArguments, checking_outer_state
+from distjax.objects.plain_objects import Surroundings
 from distjax.objects.reached import Reached
-from distjax.objects.stateful_args import has_objects
+from distjax.objects.stateful import has_objects, is_stateful
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, abstract_topology
 from distjax.placement.transfer import transfer
@@ -40,7 +40,7 @@ from distjax.replica.arguments import (
 )
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.hooks import Given
+from distjax.replica.run import Given
 from distjax.replica.trace import ReplicaTrace, trace_replica
 from distjax.servers.cutting.code import (
     NOTHING_RUN,
@@ -207,12 +207,12 @@ class Cutter:
             local_view=False
         )  # no log of creations: variables are made outside of steps
         topology = self.topology
-        objects = ObjectArguments((args, kwargs), names)
-        with checking_outer_state(fn):
+        around = Surroundings(fn, is_stateful, (args, kwargs), names)
+        with around.watching():
             traced = trace_replica(self.strategy, fn, partitioned, values, outer, topology)
-        reached.record([fn, *objects.values], [*outer.read_order, *traced.written])
-        objects.require_no_leaks(function_name(fn), traced.result.objects)
-        objects.require_inputs(traced.jaxpr, traced.consts)
+        reached.record([fn, *around.objects], [*outer.read_order, *traced.written])
+        around.require_no_leaks(traced.result.objects)
+        around.require_inputs(traced.jaxpr, traced.consts)
         if topology.num_replicas > 1:
             given = Given(function_name(fn), partitioned, names, values)
             count = len(traced.result.leaves)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from distjax import inner_traces, jax_compat, user_lines
-from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.jaxprs import CALLS
@@ -102,8 +101,7 @@ def find_localities(
         found[:] = JaxprEmitter(topology).emit(everything, (), args, known)
         return [value.array for value in found]
 
-    with frames.without_observer():
-        inner_traces.trace_jaxpr(run, list(map(given.aval, ins)))
+    inner_traces.trace_jaxpr(run, list(map(given.aval, ins)), only_shapes=True)
     return Localities(
         topology, frozenset(v for v, x in zip(names, found, strict=True) if x.varying)
     )

@@ -125,8 +125,12 @@ class Surroundings:
           TraceLeakError: it has; or it has exchanged what it captures.
         """
         function = function_name(self._fn)
+<<<<<<< HEAD
         self.require_none_gone()
-        for each in (self, *self.inner):
+        for each in (*self.inner, self):  # the function that does it is named
+=======
+        for each in (*self.inner, self):  # the function that does it is named
+>>>>>>> w-flax
             each._require_none_captured()
         before = {id(array) for each in self._arguments for array in each.held.values()}
         for name, static, _ in self._arguments:

@@ -161,9 +161,6 @@ STILL_NAMES_A_LAYER = {
     "strategies/job_devices.py",
     "strategies/inspection.py",
     "strategies/reducing.py",
-    "variables/access.py",
-    "variables/agreement.py",
-    "variables/construct.py",
 }
 
 
@@ -179,7 +176,8 @@ def test_the_kernel_imports_no_layer():
 
 
 def test_a_step_runs_with_no_layer(monkeypatch, pair):
-    for name in ("watchers", "launchers", "on_new_program", "on_created", "at_work"):
+    on = ("on_new_program", "on_created", "on_host_write")
+    for name in ("watchers", "launchers", *on, "at_work"):
         monkeypatch.setattr(hooks, name, [])
     monkeypatch.setattr(hooks, "object_layers", {})
     with pair.scope():

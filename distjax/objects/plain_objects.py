@@ -20,7 +20,7 @@ from distjax.objects.stateful import active_bridge
 from distjax.objects.walk import find_arrays, leak_text, names_of_globals
 from distjax.replica.arguments import Static, function_name, is_static, user_path
 from distjax.typing import PyTree
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable import Variable
 
 # -- object arguments ---------------------------------------------------------
 # Python objects among the arguments, and the arrays that they hold.
@@ -154,7 +154,7 @@ def _result_text(function: str, path: str, tracer: jax.Array) -> str:
 
 
 #: What a traced value may take the place of.
-_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, StoredVariable)
+_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, Variable)
 #: Equal ones are often one object.
 _NUMBERS = (int, float, complex)
 #: The checks of the inner traces of this thread's current program.

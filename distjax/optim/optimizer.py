@@ -265,10 +265,14 @@ class Optimizer:
         """
         self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
-        compiled = jit if self._strategy.extended.compiles else lambda fn: fn
-        self._step = compiled(self._step_in_trace)  # anew: old programs hold the old state
+        compiles = self._strategy.extended.compiles
+        # Anew: old programs hold the old state.
+        self._step = jit(self._step_in_trace) if compiles else self._step_in_trace
         with _active(self._strategy):
-            compiled(self._make)()
+            if compiles and frames.current().state is None:
+                jit(self._make).lower()  # a trace makes the variables: there is nothing to run
+            else:
+                self._make()
 
     def _make(self) -> None:
         extended = self._strategy.extended

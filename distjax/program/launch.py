@@ -96,8 +96,7 @@ class Build:
         locks = {id(v.stored.lock): v.stored.lock for v in self.variables} or {0: VariableLock()}
         is_one = len(locks) == 1
         self.lock: Any = next(iter(locks.values())) if is_one else SeveralLocks(locks.values())
-        # Whether arrays stay in the list after a launch; others change what is kept elsewhere.
-        self._keeps = is_one and not any(v.stored.is_remote for v in self.variables)
+        self._keeps = is_one  # whether arrays stay in the list after a launch
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
         self.watchers = hooks.watchers_of(self)

@@ -328,7 +328,6 @@ class Program:
         for variable in self._build.variables if self._build is not None else ():
             try:
                 variable.stored.require()
-                variable.stored.require_present()
             except ContextError as lost:  # by this launch, unless that says the same
                 raise lost from None if isinstance(error, ContextError) else error
         if "deleted" in str(error):

@@ -42,11 +42,9 @@ from distjax.replica.hooks import trace_hooks
 from distjax.replica.merge import call_as_reduction
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
-from distjax.variables.access import read_components
 from distjax.variables.conversion import is_number
 from distjax.variables.layouts import LaidOut, Layout, LocalForm
-from distjax.variables.stored_variable import ExtendedForVariables
-from distjax.variables.variable import Variable
+from distjax.variables.variable import ExtendedForVariables, Variable, read_components
 
 
 def reduce(

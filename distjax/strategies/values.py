@@ -36,9 +36,7 @@ from distjax.replica.arguments import is_array, require_callable
 from distjax.replica.global_value import place_output
 from distjax.replica.hooks import trace_hooks
 from distjax.typing import PyTree
-from distjax.variables.access import read_components
-from distjax.variables.stored_variable import StoredVariable
-from distjax.variables.variable import Variable
+from distjax.variables.variable import Variable, read_components
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +399,7 @@ class ComponentRegistry:
         self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
     def split(
-        self, topology: Topology, variable: StoredVariable, stored: jax.Array
+        self, topology: Topology, variable: Variable, stored: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array, and remembers them."""
         if variable.layout.num_copies == 1:
@@ -411,7 +409,7 @@ class ComponentRegistry:
         self.remember(variable, parts)
         return parts
 
-    def remember(self, variable: StoredVariable, parts: Sequence[Any]) -> None:
+    def remember(self, variable: Variable, parts: Sequence[Any]) -> None:
         """Records that `parts` are components of `variable`."""
         for part in parts:
             key = id(part)

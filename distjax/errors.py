@@ -136,6 +136,18 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
     return f"{expected}.\n  Got: {got}.\n  Why: {why}.\n  Fix: {fix}"
 
 
+def require(
+    ok: object, error: type[Exception], expected: str, *, got: str, why: str, fix: str
+) -> None:
+    """Raises an error with a message of the standard four parts unless `ok`.
+
+    Example:
+      >>> require(1 > 0, ValueError, "f() needs x", got="y", why="z", fix="f(x)")
+    """
+    if not ok:
+        raise error(message(expected, got=got, why=why, fix=fix))
+
+
 def as_part(text: str) -> str:
     """Returns another process's text, possibly multi-part, as one part of a message.
 

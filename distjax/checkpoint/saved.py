@@ -19,13 +19,13 @@ import distjax
 from distjax.checkpoint.leaves import Leaf, StateLeaf, VariableLeaf, convert, pause_writers
 from distjax.checkpoint.matching import Spec, match_keys, rename_keys
 from distjax.checkpoint.storage import Storage
-from distjax.checkpoint.together import agree_on_step, hear_all
 from distjax.checkpoint.trees import Tree
 from distjax.cluster.job import Job
-from distjax.cluster.meeting import exchange
+from distjax.cluster.meeting import exchange, hear_all
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
-from distjax.errors import CheckpointError, describe_error, message
+from distjax.errors import CheckpointError, describe_error, message, require
+from distjax.interrupts import interrupts
 from distjax.typing import PyTree
 from distjax.variables.conversion import Array
 from distjax.variables.variable import Variable
@@ -135,13 +135,13 @@ class Saved:
         self.names = rename_keys(self._specs, rename, self._where)
 
     def agree(self, occasion: str, leaves: Iterable[Leaf]) -> None:
-        """Waits until every process is about to restore these leaves: see `agree_on_step`."""
-        agree_on_step(self._storage.job, occasion, self._step, leaves)
+        """Waits until every process is about to restore these leaves: see `Storage.agree`."""
+        self._storage.agree(occasion, self._step, leaves)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
         """Returns the tree with saved values for its keys in `names`.
 
-        If a signal raises meanwhile, either everything is restored or nothing has changed.
+        Ctrl-C raises before anything has changed, or once everything is restored.
 
         Raises:
           CheckpointError: the keys differ, a value is out of the range of its place or of an
@@ -156,7 +156,8 @@ class Saved:
         settings = {k: self._settings[old] for k, old in names.items() if old in self._settings}
         _require_settings(wanted.leaves, values, settings, self._where)
         _require_one_value_each(wanted.leaves, values, self._where)
-        return self._storage.complete(lambda: self._put(wanted, values))
+        with interrupts.held():
+            return self._put(wanted, values)
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
         """Puts values that were read, checked and converted into the tree."""
@@ -268,16 +269,13 @@ def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
 
 def _require_readable(description: Mapping[str, Any], where: str) -> None:
     """Raises a CheckpointError if a later version wrote what this one cannot read."""
-    if description["format"] <= FORMAT:
-        return
-    raise CheckpointError(
-        message(
-            f"{where} needs a version of distjax that can read it",
-            got=f"format {description['format']}, written by distjax {description['distjax']}",
-            why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been "
-            "changed",
-            fix=f"restore it with distjax {description['distjax']} or later",
-        )
+    require(
+        description["format"] <= FORMAT,
+        CheckpointError,
+        f"{where} needs a version of distjax that can read it",
+        got=f"format {description['format']}, written by distjax {description['distjax']}",
+        why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been changed",
+        fix=f"restore it with distjax {description['distjax']} or later",
     )
 
 

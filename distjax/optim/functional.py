@@ -8,7 +8,7 @@ import optax
 
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
-from distjax.errors import ContextError, message
+from distjax.errors import ContextError, require
 from distjax.typing import PyTree, ReduceOpLike
 
 
@@ -43,17 +43,15 @@ def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         frame = frames.current()
-        if frame.replica_context is None:
-            raise ContextError(
-                message(
-                    "reduce_gradients needs a replica context",
-                    got=frame.name,
-                    why="in cross-replica context there is one gradient for all replicas, not one "
-                    "per replica",
-                    fix="strategy.reduce(op, grads) before tx.update; dj.optim.Optimizer reduces "
-                    "by itself",
-                )
-            )
+        require(
+            frame.replica_context is not None,
+            ContextError,
+            "reduce_gradients needs a replica context",
+            got=frame.name,
+            why="in cross-replica context there is one gradient for all replicas, not one "
+            "per replica",
+            fix="strategy.reduce(op, grads) before tx.update; dj.optim.Optimizer reduces by itself",
+        )
         return frame.replica_context.all_reduce(op, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)

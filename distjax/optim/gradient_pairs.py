@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distjax.errors import LocalityError, StrategyMismatchError, describe_value, message
+from distjax.errors import LocalityError, StrategyMismatchError, describe_value, message, require
 from distjax.modes import VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.extended import StrategyExtended
@@ -72,15 +72,14 @@ def in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> li
         _require_shape(gradient, variable)
         grads[variable] = gradient
     missing = [v.name for v in variables if v not in grads]
-    if missing:
-        raise ValueError(
-            message(
-                "apply_gradients needs a gradient for every variable of the optimizer",
-                got=f"none for {missing}",
-                why="the transformation sees all gradients at once (a global norm, for one)",
-                fix="pass zeros for it, or leave it out of init (or optax.masked)",
-            )
-        )
+    require(
+        not missing,
+        ValueError,
+        "apply_gradients needs a gradient for every variable of the optimizer",
+        got=f"none for {missing}",
+        why="the transformation sees all gradients at once (a global norm, for one)",
+        fix="pass zeros for it, or leave it out of init (or optax.masked)",
+    )
     return [grads[v] for v in variables]
 
 
@@ -161,15 +160,14 @@ def require_no_per_replica(values: PyTree) -> None:
 def require_one_value(extra: dict[str, Any]) -> None:
     """Raises a LocalityError if an extra argument of an update differs per replica."""
     for name, value in extra.items():
-        if any(is_per_replica(x) for x in jax.tree.leaves(value, is_leaf=is_per_replica)):
-            raise LocalityError(
-                message(
-                    f"apply_gradients needs argument {name} to be one value",
-                    got="a value that differs per replica",
-                    why="the update is computed once, for all replicas",
-                    fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name})",
-                )
-            )
+        require(
+            not any(is_per_replica(x) for x in jax.tree.leaves(value, is_leaf=is_per_replica)),
+            LocalityError,
+            f"apply_gradients needs argument {name} to be one value",
+            got="a value that differs per replica",
+            why="the update is computed once, for all replicas",
+            fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name})",
+        )
 
 
 def require_placed(

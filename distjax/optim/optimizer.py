@@ -13,7 +13,7 @@ import optax
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
+from distjax.errors import ContextError, StrategyMismatchError, describe_value, message, require
 from distjax.integers import require_int
 from distjax.lint.between_runs import report_unfit_between_runs
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
@@ -365,16 +365,15 @@ class Optimizer:
         self, strategy: StrategyLike, grads: Sequence[Any], extra: dict[str, Any]
     ) -> None:
         own = self._strategy
-        if strategy is not own:
-            raise StrategyMismatchError(
-                message(
-                    f"apply_gradients needs {own!r} to be active, where its variables live",
-                    got=f"{strategy!r}",
-                    why="an update runs on the devices of its variables",
-                    fix="create the variables under `with strategy.scope():` of the strategy that "
-                    "runs the step",
-                )
-            )
+        require(
+            strategy is own,
+            StrategyMismatchError,
+            f"apply_gradients needs {own!r} to be active, where its variables live",
+            got=f"{strategy!r}",
+            why="an update runs on the devices of its variables",
+            fix="create the variables under `with strategy.scope():` of the strategy that "
+            "runs the step",
+        )
         frames.require_cross_replica(own, "distributed_apply")
         gradient_pairs.require_one_value(extra)
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
@@ -406,13 +405,11 @@ def _active(strategy: Strategy) -> Any:
 
 
 def _require_transformation(tx: object) -> None:
-    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
-        return
-    raise TypeError(
-        message(
-            "Optimizer needs an optax transformation",
-            got=describe_value(tx),
-            why="it has init(params) and update(grads, state, params)",
-            fix="dj.optim.Optimizer(optax.adam(1e-3))",
-        )
+    require(
+        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)),
+        TypeError,
+        "Optimizer needs an optax transformation",
+        got=describe_value(tx),
+        why="it has init(params) and update(grads, state, params)",
+        fix="dj.optim.Optimizer(optax.adam(1e-3))",
     )

@@ -39,7 +39,7 @@ from distjax.replica.arguments import (
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.strategies.values import parts_of
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
-from distjax.variables.state import TraceState
+from distjax.variables.state import TracedVariable, TraceState
 from distjax.variables.variable import ExtendedForVariables, Variable
 
 
@@ -325,19 +325,19 @@ class _ComponentState(TraceState):
         self.holds_whole = True  # read in the global view, around the map over the components
         self._updated = variable
 
-    def _initial(self, variable: Variable) -> Any:
-        if variable.policy.stacked:
+    def _initial(self, variable: TracedVariable) -> Any:
+        if isinstance(variable, Variable) and variable.policy.stacked:
             raise ContextError(_other_variable_text("read", variable))
         return super()._initial(variable)
 
-    def write(self, variable: Variable, value: PyTree) -> None:
+    def write(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets the component's value; raises for any other variable."""
         if variable is not self._updated:
             raise ContextError(_other_variable_text("write", variable))
         super().write(variable, value)
 
 
-def _other_variable_text(action: str, variable: Variable) -> str:
+def _other_variable_text(action: str, variable: TracedVariable) -> str:
     return message(
         f"a {action} of variable {variable.name!r} needs an update of its own",
         got="an update function that runs on the components of another variable",

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from distjax import hooks, jax_compat
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
-from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
+from distjax.errors import (
+    ContextError,
+    LocalityError,
+    TraceLeakError,
+    describe_value,
+    message,
+    require,
+)
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.transfer import require_no_mask, without_alias
 from distjax.typing import DTypeLike, PyTree, VariableModes
@@ -110,16 +117,14 @@ def copy_variable(variable: Variable) -> Variable:
       ContextError: in a replica function, or in a trace.
     """
     frame = frames.current()
-    if frame.is_replica or frame.state is not None or jax_compat.tracing():
-        raise ContextError(
-            message(
-                f"a copy of variable {variable.name!r} needs to be made outside of traces",
-                got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
-                why="the copy would hold a value that exists only when the program runs",
-                fix="target = copy.copy(v) before the first step; in a step, "
-                "target.assign(v.value)",
-            )
-        )
+    require(
+        not (frame.is_replica or frame.state is not None or jax_compat.tracing()),
+        ContextError,
+        f"a copy of variable {variable.name!r} needs to be made outside of traces",
+        got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
+        why="the copy would hold a value that exists only when the program runs",
+        fix="target = copy.copy(v) before the first step; in a step, target.assign(v.value)",
+    )
     made = Variable.declared(
         strategy=variable.strategy,
         shape=variable.shape,

@@ -7,7 +7,7 @@ import enum
 
 import jax.numpy as jnp
 
-from distjax.errors import message
+from distjax.errors import message, require
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.typing import DTypeLike, VariableModes
 
@@ -102,26 +102,24 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
     """
     synchronization, aggregation = modes
     require_synchronization(synchronization, name)
-    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            message(
-                f"variable {name!r} needs a floating dtype for aggregation MEAN",
-                got=f"dtype {dtype}",
-                why="the mean of integers need not be an integer",
-                fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
-            )
-        )
+    require(
+        not (aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact)),
+        ValueError,
+        f"variable {name!r} needs a floating dtype for aggregation MEAN",
+        got=f"dtype {dtype}",
+        why="the mean of integers need not be an integer",
+        fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
+    )
     return POLICIES[synchronization, aggregation]
 
 
 def require_synchronization(synchronization: VariableSynchronization, name: str) -> None:
     """Raises a ValueError for synchronization NONE."""
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            message(
-                f"`NONE` variable synchronization mode is not supported for variable {name!r}",
-                got="synchronization=VariableSynchronization.NONE under a strategy",
-                why="a strategy has to know when the copies meet",
-                fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
-            )
-        )
+    require(
+        synchronization is not VariableSynchronization.NONE,
+        ValueError,
+        f"`NONE` variable synchronization mode is not supported for variable {name!r}",
+        got="synchronization=VariableSynchronization.NONE under a strategy",
+        why="a strategy has to know when the copies meet",
+        fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
+    )

@@ -65,9 +65,10 @@ def _variable_abstract_eval(*, variable: WeakVariable, aval: ShapedArray) -> Sha
 
 @variable_p.def_impl
 def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
+    read: Any = variable()
     raise TraceLeakError(
         message(
-            f"a read of variable {variable().name!r} needs to be traced with its step",
+            f"a read of variable {read.name!r} needs to be traced with its step",
             got="eager evaluation, though the step is being traced",
             why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
             "left JAX's state of this thread behind",

@@ -34,6 +34,7 @@ from distjax.errors import (
     TraceLeakError,
     describe_value,
     message,
+    require,
 )
 from distjax.jax_compat import ShapedArray
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
@@ -488,17 +489,15 @@ def _aggregate(variable: Variable, stored: jax.Array) -> jax.Array:
     rule = variable.policy.cross_read
     if rule is Combine.SUM:
         _require_sums(variable, "a cross-replica read")
-    if rule is Combine.REFUSE:
-        raise AggregationError(
-            message(
-                f"a cross-replica read of variable {variable.name!r} needs an aggregation",
-                got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
-                why=f"its {variable.layout.num_copies} components differ and nothing says how they "
-                "combine",
-                fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
-                "look at v.local_results()",
-            )
-        )
+    require(
+        rule is not Combine.REFUSE,
+        AggregationError,
+        f"a cross-replica read of variable {variable.name!r} needs an aggregation",
+        got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
+        why=f"its {variable.layout.num_copies} components differ and nothing says how they combine",
+        fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+        "look at v.local_results()",
+    )
     return _combine(variable, stored, rule)
 
 

@@ -79,6 +79,28 @@ _LOOK_SECONDS = 5.0
 #: More than orbax writes before the processes have begun to write their parts.
 _ATTEMPT_BYTES = 1 << 14
 _DAY = 86400  # in seconds
+
+#: What a checkpoint needs to be where something is done with it; why it may not be; the fix.
+_NEEDS = {
+    "writing": (
+        "written to the disk",
+        "the disk may be full, the directory closed to this user, or another checkpointer writing "
+        "to it; the step is not complete, those before it are as they were",
+        "make room, or give another directory, and call checkpointer.save(step, tree) again",
+    ),
+    "reading": (
+        "one that distjax wrote, with all its files",
+        "it was written by another program, or files in it are damaged or gone, as those of a step "
+        "that max_to_keep has removed. Nothing has been changed",
+        "restore another step: checkpointer.restore(tree, step=...); checkpointer.all_steps() "
+        "lists them",
+    ),
+    "removing": (
+        "removed from the disk",
+        "the directory may be closed to this user, or the disk read-only",
+        "open it for writing, and call checkpointer.delete(step) again",
+    ),
+}
 T = TypeVar("T")
 
 #: Storages that write, kept here even if nothing else references them.
@@ -231,7 +253,7 @@ class Storage:
         items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
-        with self._guard_write(step):
+        with self._guard("writing", step):
             if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
                 attempt = functools.partial(self._try_to_begin, self.job.process_id)
                 hear_all(self.job, "the start of a save", attempt)
@@ -271,7 +293,7 @@ class Storage:
         """
         if self._under_way is not None and self._writer is not None:
             self._require_own_process()
-            with self._guard_write(self._under_way):
+            with self._guard("writing", self._under_way):
                 self._call(self._writer.wait_until_finished, is_long=True)
         self._set_complete()
         if self._writer is not None:
@@ -292,18 +314,9 @@ class Storage:
             self._require_origin()
             self._clear_removed()  # of a killed process
             removed = os.path.join(self.directory, _REMOVED)
-            try:
+            with self._guard("removing", step, OSError):
                 os.makedirs(removed, exist_ok=True)
                 os.rename(self._path(step), os.path.join(removed, str(step)))
-            except OSError as error:
-                raise CheckpointError(
-                    message(
-                        f"{self.describe_step(step)} needs to be removed from the disk",
-                        got=describe_error(error),
-                        why="the directory may be closed to this user, or the disk read-only",
-                        fix="open it for writing, and call checkpointer.delete(step) again",
-                    )
-                ) from error
 
         hear_first(self.job, "the removal of a checkpoint", remove)
         if self._writer is not None:
@@ -335,30 +348,26 @@ class Storage:
         return writer
 
     @contextlib.contextmanager
-    def _guard_write(self, step: int) -> Generator[None]:
-        """Turns failures into a CheckpointError and discards the writer."""
+    def _guard(
+        self, doing: str, step: int, failures: type[Exception] = Exception
+    ) -> Generator[None]:
+        """Turns failures while a step is written, read or removed into a CheckpointError."""
         try:
-            with phase(f"writing {self.describe_step(step)}"):
+            with phase(f"{doing} {self.describe_step(step)}"):
                 yield
         except ClusterError:  # a process is lost, or does something else
             raise
-        except Exception as error:
-            self._set_complete()
-            failed = self._let_go()  # it would count the step as present
-            if failed is not None:
-                with contextlib.suppress(Exception):  # it may raise the same error again
-                    failed.close()
-            raise CheckpointError(
-                message(
-                    f"{self.describe_step(step)} needs to be written to the disk",
-                    got=describe_error(error),
-                    why="the disk may be full, the directory closed to this user, or another "
-                    "checkpointer writing to it; the step is not complete, those before it are as "
-                    "they were",
-                    fix="make room, or give another directory, and call checkpointer.save(step, "
-                    "tree) again",
-                )
-            ) from error
+        except failures as error:
+            if doing == "writing":
+                self._set_complete()
+                failed = self._let_go()  # it would count the step as present
+                if failed is not None:
+                    with contextlib.suppress(Exception):  # it may raise the same error again
+                        failed.close()
+            needs, why, fix = _NEEDS[doing]
+            needs = f"{self.describe_step(step)} needs to be {needs}"
+            text = message(needs, got=describe_error(error), why=why, fix=fix)
+            raise CheckpointError(text) from error
 
     # -- reading --------------------------------------------------------------
 
@@ -382,7 +391,7 @@ class Storage:
             found: list[tuple[float, int]] = []
             for step in self._list_steps():
                 # One without a description was removed meanwhile, or is of another program.
-                with self._guard_read(step), contextlib.suppress(FileNotFoundError):
+                with self._guard("reading", step), contextlib.suppress(FileNotFoundError):
                     metrics = self._read_description(step).get("metrics", {})
                     if self._best_metric in metrics:
                         found.append((quality(metrics), step))
@@ -398,7 +407,7 @@ class Storage:
         """
 
         def look() -> Any:
-            with self._guard_read(step):
+            with self._guard("reading", step):
                 found = self._read_description(step)
                 if not {"format", "keys", "values"} <= set(found):
                     raise ValueError("a description that lacks its format, keys or values")
@@ -464,7 +473,7 @@ class Storage:
                 found.update(jax.block_until_ready(values))
 
         self._require_origin()
-        with self._guard_read(step):
+        with self._guard("reading", step):
             do = functools.partial(self._call, read, is_long=True)
             hear_all(self.job, "the reading of a checkpoint", do)
         return found
@@ -472,26 +481,6 @@ class Storage:
     @property
     def _is_alone_in_a_job(self) -> bool:
         return self.job is None and job() is not None
-
-    @contextlib.contextmanager
-    def _guard_read(self, step: int) -> Generator[None]:
-        try:
-            with phase(f"reading {self.describe_step(step)}"):
-                yield
-        except ClusterError:  # a process is lost, or does something else
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                message(
-                    f"{self.describe_step(step)} needs to be one that distjax wrote, with all its "
-                    "files",
-                    got=describe_error(error),
-                    why="it was written by another program, or files in it are damaged or gone, as "
-                    "those of a step that max_to_keep has removed. Nothing has been changed",
-                    fix="restore another step: checkpointer.restore(tree, step=...); "
-                    "checkpointer.all_steps() lists them",
-                )
-            ) from error
 
     # -- who may use it ---------------------------------------------------------
 

@@ -7,7 +7,6 @@ first and are put back if one does.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,12 +15,19 @@ import jax
 import jax.numpy as jnp
 
 import distjax
-from distjax.checkpoint.leaves import Leaf, StateLeaf, VariableLeaf, convert, pause_writers
+from distjax.checkpoint.leaves import (
+    Leaf,
+    NumberLeaf,
+    StateLeaf,
+    VariableLeaf,
+    convert,
+    pause_writers,
+)
 from distjax.checkpoint.matching import Spec, match_keys, rename_keys
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
 from distjax.cluster.job import Job
-from distjax.cluster.meeting import exchange, hear_all
+from distjax.cluster.meeting import hear_all
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import CheckpointError, describe_error, message, require
@@ -34,13 +40,14 @@ from distjax.variables.variable import Variable
 _BY_PROCESS = "processes"
 
 
-def gather_states(joined: Job | None, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns states in checkpoint form: one per process where the processes differ."""
-    if joined is None or not states:
-        return dict(states)
-    texts = exchange(joined, "the save of the position in the data", json.dumps(states))
-    everyone = [json.loads(text) for text in texts]
-    by_key = {key: [said[key] for said in everyone] for key in states}
+def gather_states(joined: Job | None, leaves: Iterable[Leaf]) -> dict[str, Any]:
+    """Returns the states of iterators in checkpoint form: one per process where they differ."""
+    kept = [leaf for leaf in leaves if isinstance(leaf, StateLeaf)]
+    if not kept:
+        return {}
+    occasion = "the save of the position in the data"
+    everyone = hear_all(joined, occasion, lambda: {leaf.key: leaf.snapshot() for leaf in kept})
+    by_key = {leaf.key: [said[leaf.key] for said in everyone] for leaf in kept}
     return {
         key: own[0] if all(state == own[0] for state in own) else {_BY_PROCESS: own}
         for key, own in by_key.items()
@@ -88,8 +95,7 @@ def describe(
       joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
-    values = {leaf.key: leaf.snapshot() for leaf in leaves if leaf.spec.form != "array"}
-    states = {leaf.key: values[leaf.key] for leaf in leaves if leaf.spec.form == "state"}
+    numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
     own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
     return {
@@ -103,7 +109,7 @@ def describe(
             {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
         ],
         "keys": {leaf.key: _describe_leaf(leaf) for leaf in leaves},
-        "values": values | gather_states(joined, states),
+        "values": numbers | gather_states(joined, leaves),
     }
 
 

@@ -225,8 +225,9 @@ def is_in_front(child: PyTree, topology: Topology, shape: tuple[int, ...]) -> bo
 
 def is_split_over_replicas(value: object, topology: Topology) -> bool:
     """Returns whether each replica's devices hold a different part of array `value`."""
-    is_one = isinstance(value, jax.Array) or is_struct(value)
-    if not is_one or isinstance(value, jax_compat.Tracer):
+    if isinstance(value, jax_compat.Tracer):
+        return False
+    if not (isinstance(value, jax.Array) or is_struct(value)):
         return False
     sharding = value.sharding
     if topology.mesh is None or not isinstance(sharding, Sharding):  # None, of a struct

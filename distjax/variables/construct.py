@@ -252,7 +252,10 @@ def _initialize_now(
 
 
 def compute_initial(
-    variables: Sequence[Variable], make: Callable[..., Any], args: tuple[Any, ...], shardings: PyTree
+    variables: Sequence[Variable],
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    shardings: PyTree,
 ) -> Any:
     """Returns what ``make(*args)`` computes for new variables, each at its sharding."""
     compiled = jax.jit(make, out_shardings=shardings)

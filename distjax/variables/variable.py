@@ -268,7 +268,7 @@ class Variable:
         split = lambda value: self.strategy.extended.split_components(self, value)
         if state is not None:
             return split(state.read(self))
-        _require_no_trace(self)
+        _require_unstaged(self)
         return self.stored.components(split)
 
     # -- views ----------------------------------------------------------------
@@ -447,7 +447,7 @@ def _is_one_replica(state: TraceState | None) -> bool:
     return state is not None and state.local_view
 
 
-def _require_no_trace(variable: Variable) -> None:
+def _require_unstaged(variable: Variable) -> None:
     """Raises a TraceLeakError if the storage is read in a trace that distjax does not own."""
     if jax_compat.staging():
         raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
@@ -460,7 +460,7 @@ def _read_raw(variable: Variable, state: TraceState | None) -> Any:
     """Returns the value in the view of the state, or (None) the stored one in global form."""
     if state is not None:
         return state.read(variable)
-    _require_no_trace(variable)
+    _require_unstaged(variable)
     return variable.stored.value()
 
 

@@ -77,13 +77,31 @@ class Leaf(abc.ABC):
         default = next(iter(place.device_set)).default_memory().kind
         return place if place.memory_kind in (None, default) else None
 
-    @abc.abstractmethod
-    def put(self, value: PyTree) -> Any:
-        """Returns the leaf's value after a restore: changed in place, or a new one.
+    def convert(self, saved: PyTree) -> Any:
+        """Returns what `put` takes: a saved value in the dtype of the leaf. Changes nothing.
 
         Args:
-          value: what was saved, converted: see `convert`.
+          saved: an array (None: an empty one) or JSON value.
+
+        Raises:
+          OverflowError: it has values that the dtype cannot hold.
         """
+        spec = self.spec
+        if spec.is_key:
+            if saved is None:
+                one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
+                saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
+            data = saved if hasattr(saved, "dtype") else decode(saved)
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
+        if saved is None:
+            return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
+        if not isinstance(saved, (jax.Array, np.ndarray)):
+            saved = np.asarray(decode(saved))
+        return cast(saved, spec.dtype)
+
+    @abc.abstractmethod
+    def put(self, value: PyTree) -> Any:
+        """Returns the leaf's value after a restore, from a converted one: changed, or a new one."""
 
 
 def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
@@ -262,6 +280,9 @@ class NumberLeaf(Leaf):
     def snapshot(self) -> Any:
         return encode(self.value)
 
+    def convert(self, saved: PyTree) -> Any:
+        return type(self.value)(saved.item() if hasattr(saved, "item") else decode(saved))
+
     def put(self, value: PyTree) -> Any:
         return value
 
@@ -288,6 +309,9 @@ class StateLeaf(Leaf):
                     fix="return such a state from get_state(), or leave it out of the tree",
                 )
             ) from error
+
+    def convert(self, saved: PyTree) -> Any:
+        return decode(saved)
 
     def put(self, value: PyTree) -> Any:
         self.value.set_state(value)
@@ -316,34 +340,6 @@ def _as_writable(value: PyTree) -> Any:
     if not isinstance(value, jax.Array):
         return value
     return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
-
-
-def convert(spec: Spec, saved: PyTree) -> Any:
-    """Returns what `put` takes for a place of this spec.
-
-    Args:
-      spec: that of the leaf.
-      saved: an array (None: an empty one) or JSON value.
-
-    Raises:
-      OverflowError: it has values that the dtype cannot hold.
-    """
-    if spec.form == "state":
-        return decode(saved)
-    if spec.form == "number":
-        value = saved.item() if hasattr(saved, "item") else decode(saved)
-        return NUMBER_TYPES[spec.dtype](value)
-    if spec.is_key:
-        if saved is None:
-            one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
-            saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
-        data = saved if hasattr(saved, "dtype") else decode(saved)
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
-    if saved is None:
-        return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
-    if not isinstance(saved, (jax.Array, np.ndarray)):
-        saved = np.asarray(decode(saved))
-    return cast(saved, spec.dtype)
 
 
 # -- states and numbers as JSON ------------------------------------------------

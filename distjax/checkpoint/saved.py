@@ -20,7 +20,6 @@ from distjax.checkpoint.leaves import (
     NumberLeaf,
     StateLeaf,
     VariableLeaf,
-    convert,
     pause_writers,
 )
 from distjax.checkpoint.matching import Spec, match_keys, rename_keys
@@ -182,7 +181,7 @@ class Saved:
 
     def _convert(self, leaf: Leaf, saved: PyTree) -> Any:
         try:
-            return convert(leaf.spec, saved)
+            return leaf.convert(saved)
         except OverflowError as error:
             raise CheckpointError(
                 message(
@@ -264,7 +263,7 @@ def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
     """Returns whether a leaf has the state it had before: still, or again."""
     try:
         if leaf.snapshot() != before:
-            leaf.put(convert(leaf.spec, before))
+            leaf.put(leaf.convert(before))
     except Exception:  # of a user's class
         return False
     return True

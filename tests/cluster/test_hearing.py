@@ -24,16 +24,10 @@ def test_an_error_of_distjax_is_raised_by_the_others_as_it_is():
         require_no_failure(make_job(), [None, failure])
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("full"), type("CheckpointError", (OSError,), {})("full")]
-)
-def test_any_other_error_says_whose_it_was(error):
-    with pytest.raises((RuntimeError, CheckpointError)) as caught:
-        require_no_failure(make_job(), [failure_of(error), None])
-    assert f"{type(error).__name__}: full" in str(caught.value)
+def test_any_other_error_says_whose_it_was():
+    with pytest.raises(RuntimeError, match=r"^process 0 on a .* failed: OSError: x{50}.*\.\.\.$"):
+        require_no_failure(make_job(), [failure_of(OSError("x" * 1000)), None])
 
 
 def test_nothing_is_raised_where_none_has_failed():
     require_no_failure(make_job(), [None, None])
-    with pytest.raises(RuntimeError, match="^process 0 on a .* failed: OSError: x{50}.*\\.\\.\\.$"):
-        require_no_failure(make_job(), [failure_of(OSError("x" * 1000))])

@@ -374,15 +374,16 @@ class Optimizer:
         self, strategy: StrategyLike, grads: Sequence[Any], extra: dict[str, Any]
     ) -> None:
         own = self._strategy
-        require(
-            strategy is own,
-            StrategyMismatchError,
-            f"apply_gradients needs {own!r} to be active, where its variables live",
-            got=f"{strategy!r}",
-            why="an update runs on the devices of its variables",
-            fix="create the variables under `with strategy.scope():` of the strategy that "
-            "runs the step",
-        )
+        if strategy is not own:
+            raise StrategyMismatchError(
+                message(
+                    f"apply_gradients needs {own!r} to be active, where its variables live",
+                    got=f"{strategy!r}",
+                    why="an update runs on the devices of its variables",
+                    fix="create the variables under `with strategy.scope():` of the strategy that "
+                    "runs the step",
+                )
+            )
         frames.require_cross_replica(own, "distributed_apply")
         _require_one_value(extra)
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
@@ -437,30 +438,30 @@ def _require_variables(variables: PyTree) -> list[Variable]:
       StrategyMismatchError: variables of several strategies.
     """
     leaves = jax.tree.leaves(variables)
-    fix = "optimizer.init(variables), a list or any tree of the variables to optimize"
-    for leaf in leaves:
-        if not isinstance(leaf, Variable):
-            why = "an optimizer updates variables in place"
-            raise TypeError(_init_text("distjax.Variables only", describe_value(leaf), why, fix))
-        if leaf.synchronization is VariableSynchronization.ON_READ:
-            why = "its components differ: no one value can be optimized"
-            raise LocalityError(_init_text("ON_WRITE variables", repr(leaf), why, fix))
     if not leaves:
         why = "an optimizer keeps its state where its variables live"
-        raise ValueError(_init_text("at least one variable", "none", why, fix))
-    for i, leaf in enumerate(leaves):
-        if any(leaf is other for other in leaves[:i]):
+        raise _not_initialized(ValueError, "at least one variable", "none", why)
+    seen: set[Variable] = set()
+    for leaf in leaves:
+        if not isinstance(leaf, Variable):
+            why, got = "an optimizer updates variables in place", describe_value(leaf)
+            raise _not_initialized(TypeError, "distjax.Variables only", got, why)
+        if leaf.synchronization is VariableSynchronization.ON_READ:
+            why = "its components differ: no one value can be optimized"
+            raise _not_initialized(LocalityError, "ON_WRITE variables", repr(leaf), why)
+        if leaf in seen:
             why = "each variable has one gradient"
-            raise ValueError(_init_text("each variable once", f"{leaf!r} twice", why, fix))
+            raise _not_initialized(ValueError, "each variable once", f"{leaf!r} twice", why)
         if leaf.strategy is not leaves[0].strategy:
-            why = "one update runs under one strategy"
-            got = f"{leaf!r} beside {leaves[0]!r}"
-            raise StrategyMismatchError(_init_text("variables of one strategy", got, why, fix))
+            why, got = "one update runs under one strategy", f"{leaf!r} beside {leaves[0]!r}"
+            raise _not_initialized(StrategyMismatchError, "variables of one strategy", got, why)
+        seen.add(leaf)
     return leaves
 
 
-def _init_text(needs: str, got: str, why: str, fix: str) -> str:
-    return message(f"Optimizer.init needs {needs}", got=got, why=why, fix=fix)
+def _not_initialized(error: type[Exception], needs: str, got: str, why: str) -> Exception:
+    fix = "optimizer.init(variables), a list or any tree of the variables to optimize"
+    return error(message(f"Optimizer.init needs {needs}", got=got, why=why, fix=fix))
 
 
 def _in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> list[Any]:

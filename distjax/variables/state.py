@@ -41,12 +41,10 @@ class TracedVariable(Protocol):
 
     Attributes:
       name: its name.
-      serial_number: its number, in the order in which variables were made.
       is_being_made: whether the trace that creates it is active.
     """
 
     name: str
-    serial_number: int
     is_being_made: bool
 
     def traced_type(self, *, local: bool) -> ShapedArray:

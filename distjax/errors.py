@@ -137,14 +137,20 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
 
 
 def require(
-    ok: object, error: type[Exception], expected: str, *, got: str, why: str, fix: str
+    is_so: object,
+    expected: str,
+    *,
+    got: str,
+    why: str,
+    fix: str,
+    error: type[Exception] = ValueError,
 ) -> None:
-    """Raises an error with a message of the standard four parts unless `ok`.
+    """Raises an error with the message of these parts unless `is_so`.
 
     Example:
-      >>> require(1 > 0, ValueError, "f() needs x", got="y", why="z", fix="f(x)")
+      >>> require(5 > 4, "f() needs 5", got="4", why="it is more", fix="f(5)")
     """
-    if not ok:
+    if not is_so:
         raise error(message(expected, got=got, why=why, fix=fix))
 
 

@@ -271,12 +271,12 @@ class Checkpointer:
         latest = self.latest_step()
         require(
             latest is None or step > latest,
-            CheckpointError,
             f"save needs a step after the latest one in {self.directory!r}, {latest}",
             got=f"step {step}",
             why="the latest step is where a run resumes, and steps are not written over",
             fix=f"checkpointer.delete({latest}) and those down to {step} to start again from "
             "there; or another directory",
+            error=CheckpointError,
         )
 
     def _require_metrics(self, metrics: object) -> dict[str, float]:
@@ -354,11 +354,11 @@ class DelayedRestore:
         """Raises a CheckpointError listing the keys that remain, if any."""
         require(
             not self._left,
-            CheckpointError,
             "a delayed restore needs trees that take all that was saved",
             got=f"no place yet for {', '.join(self._left)}",
             why="state that was saved but is never restored silently starts from scratch",
             fix="later.restore(tree) with these keys in it, or do without require_all()",
+            error=CheckpointError,
         )
 
 
@@ -395,7 +395,6 @@ def _require_options(max_to_keep: object, best_mode: object) -> None:
     is_count = is_int(max_to_keep) and max_to_keep >= 1
     require(
         (max_to_keep is None or is_count) and best_mode in ("max", "min"),
-        ValueError,
         "Checkpointer needs max_to_keep=None or a positive int, and best_mode 'max' or 'min'",
         got=f"max_to_keep={max_to_keep!r}, best_mode={best_mode!r}",
         why="they say how many steps are kept, and which metric is better",

@@ -175,13 +175,13 @@ class VariableLeaf(Leaf):
         """Raises an AggregationError if nothing says how to combine the components."""
         require(
             self.value.policy.cross_read is not Combine.REFUSE,
-            AggregationError,
             f"{action} of variable {self.value.name!r} needs an aggregation",
             got=f"ON_READ with aggregation NONE, at key {self.key!r}",
             why="a checkpoint holds one value per variable, so that it fits any number of "
             "replicas, and nothing says how the components combine",
             fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
             "leave it out of the tree",
+            error=AggregationError,
         )
 
     def snapshot(self) -> Any:
@@ -210,11 +210,11 @@ class ArrayLeaf(Leaf):
     def snapshot(self) -> Any:
         require(
             not is_struct(self.value),
-            CheckpointError,
             f"save of {self.key!r} needs a value",
             got=f"the shape and dtype alone: {describe_value(self.value)}",
             why="they say what to restore, not what to save",
             fix="checkpointer.save(step, tree) with the arrays",
+            error=CheckpointError,
         )
         return _as_writable(self.value)
 
@@ -222,12 +222,12 @@ class ArrayLeaf(Leaf):
         """Raises a CheckpointError for an array on devices of this process alone."""
         require(
             not (isinstance(self.value, jax.Array) and self.value.is_fully_addressable),
-            CheckpointError,
             f"save of {self.key!r} needs an array of all processes",
             got=f"{describe_value(self.value)} on devices of this process alone",
             why="every process has one of its own, and the checkpoint of a job has one",
             fix="strategy.extended.broadcast_to(x) where it is the same on all of them; "
             "a checkpoint of this process alone: Checkpointer(directory, local=True)",
+            error=CheckpointError,
         )
 
     @property

@@ -190,12 +190,12 @@ def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> 
     unused = sorted(set(rename) - used)
     require(
         not unused,
-        CheckpointError,
         f"rename needs keys of {where}",
         got=f"{', '.join(unused)}, which it does not hold",
         why="rename={old: new} goes from the checkpoint's keys to the tree's; a key is a "
         'path joined by "/", or the beginning of one',
         fix=f"one of: {_list_keys(sorted(saved))}",
+        error=CheckpointError,
     )
     return names
 

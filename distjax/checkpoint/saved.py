@@ -276,11 +276,11 @@ def _require_readable(description: Mapping[str, Any], where: str) -> None:
     """Raises a CheckpointError if a later version wrote what this one cannot read."""
     require(
         description["format"] <= FORMAT,
-        CheckpointError,
         f"{where} needs a version of distjax that can read it",
         got=f"format {description['format']}, written by distjax {description['distjax']}",
         why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been changed",
         fix=f"restore it with distjax {description['distjax']} or later",
+        error=CheckpointError,
     )
 
 

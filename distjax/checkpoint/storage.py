@@ -488,11 +488,11 @@ class Storage:
         """Raises a ContextError in a process forked from the one that writes files."""
         require(
             self._writer is None or self._process == os.getpid(),
-            ContextError,
             "a Checkpointer needs to be used in the process that began to use it",
             got=f"process {os.getpid()}, forked from process {self._process}",
             why="the threads that read and write files are not in it, so it would wait forever",
             fix="a new one in the new process: dj.checkpoint.Checkpointer(directory)",
+            error=ContextError,
         )
 
     def _require_origin(self) -> None:
@@ -501,13 +501,13 @@ class Storage:
         now = job()
         require(
             self._is_local or now is self.job or now is None,
-            CheckpointError,
             "Checkpointer needs to be constructed after the process has joined its job",
             got="one made before dj.initialize, in what is now "
             + ("a job" if now is None else now.name_process(now.process_id)),
             why="each process would save by itself, all into one directory",
             fix="dj.initialize() at the start of the program; for what one process alone "
             "keeps: dj.checkpoint.Checkpointer(directory, local=True)",
+            error=CheckpointError,
         )
 
     # -- orbax ----------------------------------------------------------------
@@ -659,12 +659,12 @@ def _require_shared(joined: Job, occasion: str, directory: str) -> None:
     found = f"looked in {other!r}" if other != own else "found something else"
     require(
         not differ,
-        CheckpointError,
         "Checkpointer needs a directory that all processes of the job share",
         got=f"{own!r} on process 0, where {', '.join(map(joined.name_process, differ))} {found}",
         why="each process writes its part of a step, and process 0 completes it",
         fix="a path on a shared file system, the same on every process; for what one process "
         "alone keeps: dj.checkpoint.Checkpointer(directory, local=True)",
+        error=CheckpointError,
     )
 
 

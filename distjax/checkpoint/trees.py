@@ -74,12 +74,12 @@ def as_tree(value: PyTree, method: str) -> Tree:
     repeated = sorted(key for key, count in counts.items() if count > 1)
     require(
         not repeated,
-        CheckpointError,
         "the tree needs a key of its own for each leaf",
         got=f"several leaves at {', '.join(repeated)}",
         why='a key is the path to the leaf joined by "/", so {"a/b": x, "a": {"b": y}} '
         "has one key for two",
         fix='rename the dict key that has a "/" in it',
+        error=CheckpointError,
     )
     for leaf in leaves:
         if isinstance(leaf, VariableLeaf):
@@ -158,12 +158,12 @@ def _require_outside(method: str) -> None:
     frame = frames.current()
     require(
         not frame.is_replica and frame.state is None and not jax_compat.tracing(),
-        ContextError,
         f"{method} needs to be called outside of replica functions and traces",
         got=frame.name if frame.is_replica else "a trace (dj.jit, a merge function, jax.jit, ...)",
         why="a traced function runs once, and its values exist only when its program has run",
         fix=f"for x in dataset: strategy.run(step, args=(x,)); checkpointer.{method}(...) "
         "between steps",
+        error=ContextError,
     )
 
 

@@ -417,11 +417,11 @@ def _active(strategy: Strategy) -> Any:
 def _require_transformation(tx: object) -> None:
     require(
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)),
-        TypeError,
         "Optimizer needs an optax transformation",
         got=describe_value(tx),
         why="it has init(params) and update(grads, state, params)",
         fix="dj.optim.Optimizer(optax.adam(1e-3))",
+        error=TypeError,
     )
 
 
@@ -485,7 +485,6 @@ def _in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> l
     missing = [v.name for v in variables if v not in grads]
     require(
         not missing,
-        ValueError,
         "apply_gradients needs a gradient for every variable of the optimizer",
         got=f"none for {missing}",
         why="the transformation sees all gradients at once (a global norm, for one)",
@@ -570,11 +569,11 @@ def _require_one_value(extra: dict[str, Any]) -> None:
     for name, value in extra.items():
         require(
             not any(is_per_replica(x) for x in jax.tree.leaves(value, is_leaf=is_per_replica)),
-            LocalityError,
             f"apply_gradients needs argument {name} to be one value",
             got="a value that differs per replica",
             why="the update is computed once, for all replicas",
             fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name})",
+            error=LocalityError,
         )
 
 
@@ -633,12 +632,12 @@ def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
         frame = frames.current()
         require(
             frame.replica_context is not None,
-            ContextError,
             "reduce_gradients needs a replica context",
             got=frame.name,
             why="in cross-replica context there is one gradient for all replicas, not one "
             "per replica",
             fix="strategy.reduce(op, grads) before tx.update; dj.optim.Optimizer reduces by itself",
+            error=ContextError,
         )
         return frame.replica_context.all_reduce(op, updates), state
 

@@ -119,11 +119,11 @@ def copy_variable(variable: Variable) -> Variable:
     frame = frames.current()
     require(
         not (frame.is_replica or frame.state is not None or jax_compat.tracing()),
-        ContextError,
         f"a copy of variable {variable.name!r} needs to be made outside of traces",
         got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
         why="the copy would hold a value that exists only when the program runs",
         fix="target = copy.copy(v) before the first step; in a step, target.assign(v.value)",
+        error=ContextError,
     )
     made = Variable.declared(
         strategy=variable.strategy,

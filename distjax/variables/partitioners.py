@@ -22,11 +22,11 @@ def require_partitioner(owner: str, partitioner: object) -> None:
     """Raises a TypeError unless `partitioner` is callable or None."""
     require(
         partitioner is None or callable(partitioner),
-        TypeError,
         f"{owner}: partitioner needs a function of shape and dtype, or None",
         got=describe_value(partitioner),
         why="it is asked for each variable into how many parts each axis is split",
         fix=f"dj.{owner}(partitioner=dj.parts.FixedShards(2))",
+        error=TypeError,
     )
 
 

@@ -104,7 +104,6 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
     require_synchronization(synchronization, name)
     require(
         not (aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact)),
-        ValueError,
         f"variable {name!r} needs a floating dtype for aggregation MEAN",
         got=f"dtype {dtype}",
         why="the mean of integers need not be an integer",
@@ -117,7 +116,6 @@ def require_synchronization(synchronization: VariableSynchronization, name: str)
     """Raises a ValueError for synchronization NONE."""
     require(
         synchronization is not VariableSynchronization.NONE,
-        ValueError,
         f"`NONE` variable synchronization mode is not supported for variable {name!r}",
         got="synchronization=VariableSynchronization.NONE under a strategy",
         why="a strategy has to know when the copies meet",

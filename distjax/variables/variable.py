@@ -491,12 +491,12 @@ def _aggregate(variable: Variable, stored: jax.Array) -> jax.Array:
         _require_sums(variable, "a cross-replica read")
     require(
         rule is not Combine.REFUSE,
-        AggregationError,
         f"a cross-replica read of variable {variable.name!r} needs an aggregation",
         got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
         why=f"its {variable.layout.num_copies} components differ and nothing says how they combine",
         fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
         "look at v.local_results()",
+        error=AggregationError,
     )
     return _combine(variable, stored, rule)
 

@@ -105,9 +105,12 @@ launchers = Event()
 #: ``told(name)``: a program is about to be compiled for the first time.
 on_new_program = Event()
 
-#: ``told(variables, lower)``: a step is about to create variables; ``lower()`` returns the program
-#: that computes their initial values.
+#: ``told(variables, initial)``: variables are about to get their initial values; ``initial()``
+#: returns the program that computes them, lowered, or the one value.
 on_created = Event()
+
+#: ``told(what, value)``: a value on the host was written where every process has to write the same.
+on_host_write = Event()
 
 #: ``work(what)`` returns a context in which this process is at slow work, such as a compilation.
 at_work = Event()

@@ -25,13 +25,13 @@ from distjax.cluster.facts import ComparedFact, describe_on_host, describe_progr
 from distjax.cluster.job import job
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import lone_programs, phase
+from distjax.cluster.writes import record_write
 from distjax.hooks import Watcher
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.discovery import completion_of, signature_of
 from distjax.program.launch import Build
 from distjax.replica.arguments import user_path
 from distjax.typing import PyTree
-from distjax.variables.agreement import agree_on_creation
 from distjax.variables.variable import Variable
 
 #: The largest array that every call checks; larger ones are compared at a signature's first call.
@@ -222,15 +222,39 @@ def _watch(build: Build) -> Watcher | None:
     return Watcher(recorder.compiled, recorder.begin, recorder.end)
 
 
-def _agree_on_created(
-    variables: Sequence[Variable], lower: Callable[[], jax.stages.Lowered]
-) -> None:
-    """Waits until every process creates these variables, by the same program."""
-    if job() is not None and any(v.spans_processes for v in variables):
-        agree_on_creation(variables, describe_program(lower()))
+def _agree_on_created(variables: Sequence[Variable], initial: Callable[[], Any]) -> None:
+    """Waits until every process creates these variables with equal initial values.
+
+    Nothing is broadcast from one process: if seeds differed, a value that is split over the
+    replicas would be a mixture that no comparison of copies could detect.
+
+    Args:
+      variables: the variables being created.
+      initial: returns their one initial value, or the program that computes them.
+
+    Raises:
+      AgreementError: the processes differ; no variable gets a value.
+      StuckError, PeerLostError: a process does not arrive.
+    """
+    if job() is None or not any(v.spans_processes for v in variables):
+        return
+    found = initial()
+    is_program = isinstance(found, jax.stages.Lowered)
+    text = describe_program(found) if is_program else describe_on_host(found)
+    names = ", ".join(repr(v.name) for v in variables)
+    facts = [
+        ComparedFact(
+            f"variable {i}, {v.name!r}",
+            f"{v.dtype}{list(v.shape)}, {v.synchronization.name}, {v.aggregation.name}, {v.layout}",
+        )
+        for i, v in enumerate(variables)
+    ]
+    facts.append(ComparedFact(f"the initial value of {names}", text))
+    agree(f"the creation of {names}", facts)
 
 
 hooks.watchers.append(_watch)
 hooks.on_new_program.append(warn_unless_joined)
 hooks.on_created.append(_agree_on_created)
+hooks.on_host_write.append(record_write)
 hooks.at_work.append(phase)

@@ -1,4 +1,4 @@
-"""The types with which code is traced for values.
+"""The types with which code is traced for values, and what stands for an array with a type only.
 
 The type that JAX gives an array also names a mesh and a sharding. These matter to a trace only on
 explicit axes, or on manual ones over which the value varies; all other arrays of one shape, dtype
@@ -8,14 +8,14 @@ and memory space share a trace.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.core import AbstractValue
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Sharding
 
 from distjax.jax_compat import ShapedArray, Var
-from distjax.typing import ArrayLike
+from distjax.typing import ArrayLike, DTypeLike
 
 
 def type_of(value: ArrayLike) -> Any:
@@ -38,3 +38,15 @@ def have_types_of(operands: Sequence[Any], atoms: Sequence[Var]) -> bool:
     given = list(map(type_of, operands))
     traced = [as_traced(atom.aval) for atom in atoms]
     return given == traced and all(isinstance(t, ShapedArray) for t in given)
+
+
+def struct(
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None = None
+) -> jax.ShapeDtypeStruct:
+    """Returns what stands for an array where code is traced or compiled, but not run."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def is_struct(value: object) -> TypeGuard[jax.ShapeDtypeStruct]:
+    """Returns whether `value` stands for an array."""
+    return isinstance(value, jax.ShapeDtypeStruct)

@@ -161,9 +161,6 @@ STILL_NAMES_A_LAYER = {
     "strategies/job_devices.py",
     "strategies/inspection.py",
     "strategies/reducing.py",
-    "variables/access.py",
-    "variables/agreement.py",
-    "variables/construct.py",
 }
 
 

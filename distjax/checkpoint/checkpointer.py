@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from distjax.checkpoint.leaves import ArrayLeaf, pause_writers
 from distjax.checkpoint.saved import Saved, describe
 from distjax.checkpoint.storage import Storage
-from distjax.checkpoint.together import agree_on_step
 from distjax.checkpoint.trees import as_tree
 from distjax.context import frames
-from distjax.errors import CheckpointError, describe_value, message
+from distjax.errors import CheckpointError, describe_value, message, require
 from distjax.integers import is_int, require_int
 from distjax.typing import PyTree
 from distjax.variables.conversion import dtype_rank
@@ -109,8 +108,7 @@ class Checkpointer:
         metrics = self._require_metrics(metrics)
         leaves = wanted.leaves.values()
         decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
-        decisive |= self._storage.options
-        agree_on_step(self._storage.job, "the save of a checkpoint", step, leaves, decisive)
+        self._storage.agree("the save of a checkpoint", step, leaves, decisive)
         self._require_after_latest(step)
         for leaf in leaves if self._storage.job is not None else ():
             if isinstance(leaf, ArrayLeaf):
@@ -141,8 +139,7 @@ class Checkpointer:
           ValueError: an invalid step number.
         """
         step = _require_step(step, "delete", "checkpointer.delete(checkpointer.all_steps()[0])")
-        options = self._storage.options
-        agree_on_step(self._storage.job, "the removal of a checkpoint", step, options=options)
+        self._storage.agree("the removal of a checkpoint", step)
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
@@ -197,9 +194,9 @@ class Checkpointer:
         """
         wanted = as_tree(tree, "restore")
         rename = _require_rename(rename)
-        options = {"partial": partial, "rename": sorted(rename.items()), **self._storage.options}
+        options = {"partial": partial, "rename": sorted(rename.items())}
         leaves = wanted.leaves.values()
-        agree_on_step(self._storage.job, "the restoration of a checkpoint", step, leaves, options)
+        self._storage.agree("the restoration of a checkpoint", step, leaves, options)
         saved = Saved(self._storage, self._existing(step), rename)
         return saved.restore(wanted, saved.names, partial=partial)
 
@@ -217,8 +214,8 @@ class Checkpointer:
           TypeError: as for `restore`.
         """
         rename = _require_rename(rename)
-        options = {"rename": sorted(rename.items()), **self._storage.options}
-        agree_on_step(self._storage.job, "the delayed restoration", step, options=options)
+        options = {"rename": sorted(rename.items())}
+        self._storage.agree("the delayed restoration", step, options=options)
         return DelayedRestore(Saved(self._storage, self._existing(step), rename))
 
     # -- querying -------------------------------------------------------------
@@ -272,16 +269,14 @@ class Checkpointer:
 
     def _require_after_latest(self, step: int) -> None:
         latest = self.latest_step()
-        if latest is None or step > latest:
-            return
-        raise CheckpointError(
-            message(
-                f"save needs a step after the latest one in {self.directory!r}, {latest}",
-                got=f"step {step}",
-                why="the latest step is where a run resumes, and steps are not written over",
-                fix=f"checkpointer.delete({latest}) and those down to {step} to start again from "
-                "there; or another directory",
-            )
+        require(
+            latest is None or step > latest,
+            f"save needs a step after the latest one in {self.directory!r}, {latest}",
+            got=f"step {step}",
+            why="the latest step is where a run resumes, and steps are not written over",
+            fix=f"checkpointer.delete({latest}) and those down to {step} to start again from "
+            "there; or another directory",
+            error=CheckpointError,
         )
 
     def _require_metrics(self, metrics: object) -> dict[str, float]:
@@ -357,15 +352,13 @@ class DelayedRestore:
 
     def require_all(self) -> None:
         """Raises a CheckpointError listing the keys that remain, if any."""
-        if not self._left:
-            return
-        raise CheckpointError(
-            message(
-                "a delayed restore needs trees that take all that was saved",
-                got=f"no place yet for {', '.join(self._left)}",
-                why="state that was saved but is never restored silently starts from scratch",
-                fix="later.restore(tree) with these keys in it, or do without require_all()",
-            )
+        require(
+            not self._left,
+            "a delayed restore needs trees that take all that was saved",
+            got=f"no place yet for {', '.join(self._left)}",
+            why="state that was saved but is never restored silently starts from scratch",
+            fix="later.restore(tree) with these keys in it, or do without require_all()",
+            error=CheckpointError,
         )
 
 
@@ -400,14 +393,11 @@ def _require_step(step: object, method: str, fix: str) -> int:
 
 def _require_options(max_to_keep: object, best_mode: object) -> None:
     is_count = is_int(max_to_keep) and max_to_keep >= 1
-    if (max_to_keep is None or is_count) and best_mode in ("max", "min"):
-        return
-    raise ValueError(
-        message(
-            "Checkpointer needs max_to_keep=None or a positive int, and best_mode 'max' or 'min'",
-            got=f"max_to_keep={max_to_keep!r}, best_mode={best_mode!r}",
-            why="they say how many steps are kept, and which metric is better",
-            fix="dj.checkpoint.Checkpointer(directory, max_to_keep=3, best_metric='loss', "
-            "best_mode='min')",
-        )
+    require(
+        (max_to_keep is None or is_count) and best_mode in ("max", "min"),
+        "Checkpointer needs max_to_keep=None or a positive int, and best_mode 'max' or 'min'",
+        got=f"max_to_keep={max_to_keep!r}, best_mode={best_mode!r}",
+        why="they say how many steps are kept, and which metric is better",
+        fix="dj.checkpoint.Checkpointer(directory, max_to_keep=3, best_metric='loss', "
+        "best_mode='min')",
     )

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax import jax_compat
-from distjax.checkpoint.matching import NUMBER_TYPES, Spec, array_spec, dtype_name
-from distjax.errors import AggregationError, CheckpointError, describe_value, message
+from distjax.checkpoint.matching import NUMBER_TYPES, Spec, array_spec
+from distjax.errors import AggregationError, CheckpointError, describe_value, message, require
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import is_host_memory
 from distjax.placement.transfer import require_no_mask, transfer
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 from distjax.variables.conversion import cast
 from distjax.variables.policy import Combine
@@ -34,21 +34,26 @@ def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
     return stack
 
 
+@dataclasses.dataclass(frozen=True)
 class Leaf(abc.ABC):
     """One leaf of a tree, under its key.
 
     Attributes:
       key: the path to it, joined by "/".
       value: the leaf's value.
-      lives: its description in the checkpoint's JSON.
       setting: the setting, as code, of the object that keeps it, which its value depends on; "" for
         none.
     """
 
     key: str
     value: Any
-    lives: str
     setting: str = ""
+    _lives: ClassVar[str]
+
+    @property
+    def lives(self) -> str:
+        """Its description in the checkpoint's JSON."""
+        return self._lives
 
     @property
     @abc.abstractmethod
@@ -59,17 +64,44 @@ class Leaf(abc.ABC):
     def snapshot(self) -> Any:
         """Returns the current value: an array for orbax, or JSON."""
 
-    @abc.abstractmethod
+    @property
+    def place(self) -> Sharding | None:
+        """The sharding of the restored array; None: wherever JAX puts it, or there is none."""
+        return None
+
     def sharding(self) -> Sharding | None:
         """Returns the sharding to read the saved array into; None: host memory."""
+        place = self.place
+        if place is None or self.spec.is_key:
+            return None
+        default = next(iter(place.device_set)).default_memory().kind
+        return place if place.memory_kind in (None, default) else None
+
+    def convert(self, saved: PyTree) -> Any:
+        """Returns what `put` takes: a saved value in the dtype of the leaf. Changes nothing.
+
+        Args:
+          saved: an array (None: an empty one) or JSON value.
+
+        Raises:
+          OverflowError: it has values that the dtype cannot hold.
+        """
+        spec = self.spec
+        if spec.is_key:
+            if saved is None:
+                one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
+                saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
+            data = saved if hasattr(saved, "dtype") else decode(saved)
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
+        if saved is None:
+            return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
+        if not isinstance(saved, (jax.Array, np.ndarray)):
+            saved = np.asarray(decode(saved))
+        return cast(saved, spec.dtype)
 
     @abc.abstractmethod
     def put(self, value: PyTree) -> Any:
-        """Returns the leaf's value after a restore: changed in place, or a new one.
-
-        Args:
-          value: what `convert` returned for it.
-        """
+        """Returns the leaf's value after a restore, from a converted one: changed, or a new one."""
 
 
 def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
@@ -85,14 +117,15 @@ def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
     """
     if isinstance(value, Variable):
         return VariableLeaf(key, value, setting)
-    if is_per_replica(value):
-        return PerReplicaLeaf(key, value)
-    if type(value) in NUMBER_TYPES.values():
-        return NumberLeaf(key, value)
-    if keeps_own_state(value):
-        return StateLeaf(key, value)
-    if _is_array(value):
-        return ArrayLeaf(key, value)
+    kinds = {
+        PerReplicaLeaf: is_per_replica(value),
+        NumberLeaf: type(value) in NUMBER_TYPES.values(),
+        StateLeaf: keeps_own_state(value),
+        ArrayLeaf: _is_array(value),
+    }
+    for kind, is_it in kinds.items():
+        if is_it:
+            return kind(key, value)
     raise CheckpointError(
         message(
             f"{key!r} needs to be something that a checkpoint can hold",
@@ -115,7 +148,7 @@ def keeps_own_state(value: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+    if isinstance(value, jax.Array) or is_struct(value):
         return True
     if not isinstance(value, (np.ndarray, np.generic)):
         return False
@@ -124,123 +157,99 @@ def _is_array(value: object) -> bool:
     return value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, jnp.number)
 
 
-@dataclasses.dataclass(frozen=True)
 class VariableLeaf(Leaf):
     """A variable: its one value in cross-replica context, whatever its storage."""
 
-    key: str
     value: Variable
-    setting: str = ""
 
     @property
     def spec(self) -> Spec:
-        v = self.value
-        return Spec("array", v.shape, dtype_name(v.dtype))
+        return array_spec(self.value)
 
     @property
-    def lives(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def lives(self) -> str:
         v = self.value
         return f"{v.layout.kind} variable, {v.synchronization.name} {v.aggregation.name}"
 
     def require_one_value(self, action: str) -> None:
         """Raises an AggregationError if nothing says how to combine the components."""
-        if self.value.policy.cross_read is not Combine.REFUSE:
-            return
-        raise AggregationError(
-            message(
-                f"{action} of variable {self.value.name!r} needs an aggregation",
-                got=f"ON_READ with aggregation NONE, at key {self.key!r}",
-                why="a checkpoint holds one value per variable, so that it fits any number of "
-                "replicas, and nothing says how the components combine",
-                fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
-                "leave it out of the tree",
-            )
+        require(
+            self.value.policy.cross_read is not Combine.REFUSE,
+            f"{action} of variable {self.value.name!r} needs an aggregation",
+            got=f"ON_READ with aggregation NONE, at key {self.key!r}",
+            why="a checkpoint holds one value per variable, so that it fits any number of "
+            "replicas, and nothing says how the components combine",
+            fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+            "leave it out of the tree",
+            error=AggregationError,
         )
 
     def snapshot(self) -> Any:
         return _as_writable(self.value.value)
 
-    def sharding(self) -> Sharding | None:
+    @property
+    def place(self) -> Sharding | None:
         # An encoded or per-replica array gets its layout from the assignment.
         v = self.value
-        is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
-        return v.sharding if is_value and not self.spec.is_key else None
+        return v.sharding if v.layout.unencoded(v.shape) == v.layout else None
 
     def put(self, value: PyTree) -> Variable:
         self.value.write(value)
         return self.value
 
 
-@dataclasses.dataclass(frozen=True)
 class ArrayLeaf(Leaf):
     """An array, a PRNG key array, or the shape and dtype of one."""
 
-    key: str
-    value: Any
-    lives = "array"
+    _lives = "array"
 
     @property
     def spec(self) -> Spec:
         return array_spec(self.value)
 
     def snapshot(self) -> Any:
-        if isinstance(self.value, jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                message(
-                    f"save of {self.key!r} needs a value",
-                    got=f"the shape and dtype alone: {self.value}",
-                    why="they say what to restore, not what to save",
-                    fix="checkpointer.save(step, tree) with the arrays",
-                )
-            )
+        require(
+            not is_struct(self.value),
+            f"save of {self.key!r} needs a value",
+            got=f"the shape and dtype alone: {describe_value(self.value)}",
+            why="they say what to restore, not what to save",
+            fix="checkpointer.save(step, tree) with the arrays",
+            error=CheckpointError,
+        )
         return _as_writable(self.value)
 
     def require_of_all_processes(self) -> None:
         """Raises a CheckpointError for an array on devices of this process alone."""
-        if isinstance(self.value, jax.Array) and self.value.is_fully_addressable:
-            raise CheckpointError(
-                message(
-                    f"save of {self.key!r} needs an array of all processes",
-                    got=f"{describe_value(self.value)} on devices of this process alone",
-                    why="every process has one of its own, and the checkpoint of a job has one",
-                    fix="strategy.extended.broadcast_to(x) where it is the same on all of them; "
-                    "a checkpoint of this process alone: Checkpointer(directory, local=True)",
-                )
-            )
+        require(
+            not (isinstance(self.value, jax.Array) and self.value.is_fully_addressable),
+            f"save of {self.key!r} needs an array of all processes",
+            got=f"{describe_value(self.value)} on devices of this process alone",
+            why="every process has one of its own, and the checkpoint of a job has one",
+            fix="strategy.extended.broadcast_to(x) where it is the same on all of them; "
+            "a checkpoint of this process alone: Checkpointer(directory, local=True)",
+            error=CheckpointError,
+        )
 
-    def sharding(self) -> Sharding | None:
-        target = self._place()
-        if target is None or self.spec.is_key:
-            return None
-        default = next(iter(target.device_set)).default_memory().kind
-        return target if target.memory_kind in (None, default) else None
-
-    def _place(self) -> Sharding | None:
-        """Returns the sharding of the restored array; None: wherever JAX puts it.
-
-        An uncommitted array stays uncommitted, or it could no longer be combined
-        with arrays of a strategy.
-        """
-        if isinstance(self.value, jax.Array):
-            return self.value.sharding if self.value.committed else None
-        return getattr(self.value, "sharding", None)
+    @property
+    def place(self) -> Sharding | None:
+        # An uncommitted array stays uncommitted, or it could no longer be combined with arrays of a
+        # strategy.
+        is_anywhere = isinstance(self.value, jax.Array) and not self.value.committed
+        return None if is_anywhere else getattr(self.value, "sharding", None)
 
     def put(self, value: PyTree) -> Any:
-        if isinstance(self.value, np.generic):
-            return np.asarray(value)[()]
-        if isinstance(self.value, np.ndarray):
-            return np.asarray(value)
-        array, place = jnp.asarray(value), self._place()
-        return array if place is None else transfer(array, place)
+        if isinstance(self.value, (np.ndarray, np.generic)):
+            array = np.asarray(value)
+            return array if isinstance(self.value, np.ndarray) else array[()]
+        array = jnp.asarray(value)
+        return array if self.place is None else transfer(array, self.place)
 
 
-@dataclasses.dataclass(frozen=True)
 class PerReplicaLeaf(Leaf):
     """A PerReplica with all its values; it fits only the same number of replicas."""
 
-    key: str
     value: PerReplica
-    lives = "per_replica"
+    _lives = "per_replica"
 
     @property
     def spec(self) -> Spec:
@@ -249,24 +258,20 @@ class PerReplicaLeaf(Leaf):
     def snapshot(self) -> Any:
         return _as_writable(self.value.stacked)
 
-    def sharding(self) -> Sharding | None:
+    @property
+    def place(self) -> Sharding | None:
         topology = self.value.topology
-        return topology.per_replica if topology.is_placed and not self.spec.is_key else None
+        return topology.per_replica if topology.is_placed else None
 
     def put(self, value: PyTree) -> PerReplica:
-        topology = self.value.topology
-        if topology.is_placed:
-            value = transfer(value, topology.per_replica)
-        return PerReplica(value, topology)
+        value = value if self.place is None else transfer(value, self.place)
+        return PerReplica(value, self.value.topology)
 
 
-@dataclasses.dataclass(frozen=True)
 class NumberLeaf(Leaf):
     """A Python number or text."""
 
-    key: str
-    value: Any
-    lives = "number"
+    _lives = "number"
 
     @property
     def spec(self) -> Spec:
@@ -275,20 +280,17 @@ class NumberLeaf(Leaf):
     def snapshot(self) -> Any:
         return encode(self.value)
 
-    def sharding(self) -> None:
-        return None
+    def convert(self, saved: PyTree) -> Any:
+        return type(self.value)(saved.item() if hasattr(saved, "item") else decode(saved))
 
     def put(self, value: PyTree) -> Any:
         return value
 
 
-@dataclasses.dataclass(frozen=True)
 class StateLeaf(Leaf):
     """An object with `get_state` and `set_state`: the position in the data."""
 
-    key: str
-    value: Any
-    lives = "iterator"
+    _lives = "iterator"
 
     @property
     def spec(self) -> Spec:
@@ -308,8 +310,8 @@ class StateLeaf(Leaf):
                 )
             ) from error
 
-    def sharding(self) -> None:
-        return None
+    def convert(self, saved: PyTree) -> Any:
+        return decode(saved)
 
     def put(self, value: PyTree) -> Any:
         self.value.set_state(value)
@@ -338,34 +340,6 @@ def _as_writable(value: PyTree) -> Any:
     if not isinstance(value, jax.Array):
         return value
     return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
-
-
-def convert(spec: Spec, saved: PyTree) -> Any:
-    """Returns what `put` takes for a place of this spec.
-
-    Args:
-      spec: that of the leaf.
-      saved: an array (None: an empty one) or JSON value.
-
-    Raises:
-      OverflowError: it has values that the dtype cannot hold.
-    """
-    if spec.form == "state":
-        return decode(saved)
-    if spec.form == "number":
-        value = saved.item() if hasattr(saved, "item") else decode(saved)
-        return NUMBER_TYPES[spec.dtype](value)
-    if spec.is_key:
-        if saved is None:
-            one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
-            saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
-        data = saved if hasattr(saved, "dtype") else decode(saved)
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
-    if saved is None:
-        return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
-    if not isinstance(saved, (jax.Array, np.ndarray)):
-        saved = np.asarray(decode(saved))
-    return cast(saved, spec.dtype)
 
 
 # -- states and numbers as JSON ------------------------------------------------

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.errors import CheckpointError, message
+from distjax.errors import CheckpointError, message, require
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.conversion import dtype_rank
 
@@ -188,16 +188,15 @@ def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> 
             )
         names[new] = key
     unused = sorted(set(rename) - used)
-    if unused:
-        raise CheckpointError(
-            message(
-                f"rename needs keys of {where}",
-                got=f"{', '.join(unused)}, which it does not hold",
-                why="rename={old: new} goes from the checkpoint's keys to the tree's; a key is a "
-                'path joined by "/", or the beginning of one',
-                fix=f"one of: {_list_keys(sorted(saved))}",
-            )
-        )
+    require(
+        not unused,
+        f"rename needs keys of {where}",
+        got=f"{', '.join(unused)}, which it does not hold",
+        why="rename={old: new} goes from the checkpoint's keys to the tree's; a key is a "
+        'path joined by "/", or the beginning of one',
+        fix=f"one of: {_list_keys(sorted(saved))}",
+        error=CheckpointError,
+    )
     return names
 
 

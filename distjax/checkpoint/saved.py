@@ -7,7 +7,6 @@ first and are put back if one does.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,16 +15,22 @@ import jax
 import jax.numpy as jnp
 
 import distjax
-from distjax.checkpoint.leaves import Leaf, StateLeaf, VariableLeaf, convert, pause_writers
+from distjax.checkpoint.leaves import (
+    Leaf,
+    NumberLeaf,
+    StateLeaf,
+    VariableLeaf,
+    pause_writers,
+)
 from distjax.checkpoint.matching import Spec, match_keys, rename_keys
 from distjax.checkpoint.storage import Storage
-from distjax.checkpoint.together import agree_on_step, hear_all
 from distjax.checkpoint.trees import Tree
 from distjax.cluster.job import Job
-from distjax.cluster.meeting import exchange
+from distjax.cluster.meeting import hear_all
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
-from distjax.errors import CheckpointError, describe_error, message
+from distjax.errors import CheckpointError, describe_error, message, require
+from distjax.interrupts import interrupts
 from distjax.typing import PyTree
 from distjax.variables.conversion import Array
 from distjax.variables.variable import Variable
@@ -34,13 +39,14 @@ from distjax.variables.variable import Variable
 _BY_PROCESS = "processes"
 
 
-def gather_states(joined: Job | None, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns states in checkpoint form: one per process where the processes differ."""
-    if joined is None or not states:
-        return dict(states)
-    texts = exchange(joined, "the save of the position in the data", json.dumps(states))
-    everyone = [json.loads(text) for text in texts]
-    by_key = {key: [said[key] for said in everyone] for key in states}
+def gather_states(joined: Job | None, leaves: Iterable[Leaf]) -> dict[str, Any]:
+    """Returns the states of iterators in checkpoint form: one per process where they differ."""
+    kept = [leaf for leaf in leaves if isinstance(leaf, StateLeaf)]
+    if not kept:
+        return {}
+    occasion = "the save of the position in the data"
+    everyone = hear_all(joined, occasion, lambda: {leaf.key: leaf.snapshot() for leaf in kept})
+    by_key = {leaf.key: [said[leaf.key] for said in everyone] for leaf in kept}
     return {
         key: own[0] if all(state == own[0] for state in own) else {_BY_PROCESS: own}
         for key, own in by_key.items()
@@ -88,8 +94,7 @@ def describe(
       joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
-    values = {leaf.key: leaf.snapshot() for leaf in leaves if leaf.spec.form != "array"}
-    states = {leaf.key: values[leaf.key] for leaf in leaves if leaf.spec.form == "state"}
+    numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
     own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
     return {
@@ -103,7 +108,7 @@ def describe(
             {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
         ],
         "keys": {leaf.key: _describe_leaf(leaf) for leaf in leaves},
-        "values": values | gather_states(joined, states),
+        "values": numbers | gather_states(joined, leaves),
     }
 
 
@@ -135,13 +140,13 @@ class Saved:
         self.names = rename_keys(self._specs, rename, self._where)
 
     def agree(self, occasion: str, leaves: Iterable[Leaf]) -> None:
-        """Waits until every process is about to restore these leaves: see `agree_on_step`."""
-        agree_on_step(self._storage.job, occasion, self._step, leaves)
+        """Waits until every process is about to restore these leaves: see `Storage.agree`."""
+        self._storage.agree(occasion, self._step, leaves)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
         """Returns the tree with saved values for its keys in `names`.
 
-        If a signal raises meanwhile, either everything is restored or nothing has changed.
+        Ctrl-C raises before anything has changed, or once everything is restored.
 
         Raises:
           CheckpointError: the keys differ, a value is out of the range of its place or of an
@@ -156,7 +161,8 @@ class Saved:
         settings = {k: self._settings[old] for k, old in names.items() if old in self._settings}
         _require_settings(wanted.leaves, values, settings, self._where)
         _require_one_value_each(wanted.leaves, values, self._where)
-        return self._storage.complete(lambda: self._put(wanted, values))
+        with interrupts.held():
+            return self._put(wanted, values)
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
         """Puts values that were read, checked and converted into the tree."""
@@ -175,7 +181,7 @@ class Saved:
 
     def _convert(self, leaf: Leaf, saved: PyTree) -> Any:
         try:
-            return convert(leaf.spec, saved)
+            return leaf.convert(saved)
         except OverflowError as error:
             raise CheckpointError(
                 message(
@@ -257,7 +263,7 @@ def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
     """Returns whether a leaf has the state it had before: still, or again."""
     try:
         if leaf.snapshot() != before:
-            leaf.put(convert(leaf.spec, before))
+            leaf.put(leaf.convert(before))
     except Exception:  # of a user's class
         return False
     return True
@@ -268,16 +274,13 @@ def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
 
 def _require_readable(description: Mapping[str, Any], where: str) -> None:
     """Raises a CheckpointError if a later version wrote what this one cannot read."""
-    if description["format"] <= FORMAT:
-        return
-    raise CheckpointError(
-        message(
-            f"{where} needs a version of distjax that can read it",
-            got=f"format {description['format']}, written by distjax {description['distjax']}",
-            why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been "
-            "changed",
-            fix=f"restore it with distjax {description['distjax']} or later",
-        )
+    require(
+        description["format"] <= FORMAT,
+        f"{where} needs a version of distjax that can read it",
+        got=f"format {description['format']}, written by distjax {description['distjax']}",
+        why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been changed",
+        fix=f"restore it with distjax {description['distjax']} or later",
+        error=CheckpointError,
     )
 
 

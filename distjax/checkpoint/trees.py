@@ -15,7 +15,7 @@ from distjax import jax_compat
 from distjax.checkpoint.leaves import Leaf, VariableLeaf, keeps_own_state, make_leaf
 from distjax.context import frames
 from distjax.data.dataset import DistributedDataset
-from distjax.errors import CheckpointError, ContextError, message
+from distjax.errors import CheckpointError, ContextError, require
 from distjax.objects.walk import attributes_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import is_array_or_struct, is_module
@@ -72,16 +72,15 @@ def as_tree(value: PyTree, method: str) -> Tree:
     rebuilt = _visit("", value, leaves)
     counts = collections.Counter(leaf.key for leaf in leaves)
     repeated = sorted(key for key, count in counts.items() if count > 1)
-    if repeated:
-        raise CheckpointError(
-            message(
-                "the tree needs a key of its own for each leaf",
-                got=f"several leaves at {', '.join(repeated)}",
-                why='a key is the path to the leaf joined by "/", so {"a/b": x, "a": {"b": y}} '
-                "has one key for two",
-                fix='rename the dict key that has a "/" in it',
-            )
-        )
+    require(
+        not repeated,
+        "the tree needs a key of its own for each leaf",
+        got=f"several leaves at {', '.join(repeated)}",
+        why='a key is the path to the leaf joined by "/", so {"a/b": x, "a": {"b": y}} '
+        "has one key for two",
+        fix='rename the dict key that has a "/" in it',
+        error=CheckpointError,
+    )
     for leaf in leaves:
         if isinstance(leaf, VariableLeaf):
             leaf.require_one_value(method)
@@ -157,18 +156,14 @@ def _join_path(prefix: str, path: tuple[Any, ...]) -> str:
 
 def _require_outside(method: str) -> None:
     frame = frames.current()
-    if not frame.is_replica and frame.state is None and not jax_compat.tracing():
-        return
-    raise ContextError(
-        message(
-            f"{method} needs to be called outside of replica functions and traces",
-            got=frame.name
-            if frame.is_replica
-            else "a trace (dj.jit, a merge function, jax.jit, ...)",
-            why="a traced function runs once, and its values exist only when its program has run",
-            fix=f"for x in dataset: strategy.run(step, args=(x,)); checkpointer.{method}(...) "
-            "between steps",
-        )
+    require(
+        not frame.is_replica and frame.state is None and not jax_compat.tracing(),
+        f"{method} needs to be called outside of replica functions and traces",
+        got=frame.name if frame.is_replica else "a trace (dj.jit, a merge function, jax.jit, ...)",
+        why="a traced function runs once, and its values exist only when its program has run",
+        fix=f"for x in dataset: strategy.run(step, args=(x,)); checkpointer.{method}(...) "
+        "between steps",
+        error=ContextError,
     )
 
 

@@ -12,20 +12,25 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
+from distjax import errors
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import ledger
+from distjax.cluster.lines import as_plain
 from distjax.cluster.marks import Mark, hear
-from distjax.cluster.phases import waiting
+from distjax.cluster.phases import phase, waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
 _CALL_SECONDS = 1.0
 #: How often, while it waits, a process looks at what those do who are missing.
 _NUM_LOOKS = 4
+#: How much of another library's error text the others are told.
+_MAX_FAILURE = 300
 
 #: Meetings are numbered, and occur in the same order on every process.
 _lock = threading.RLock()
@@ -68,6 +73,70 @@ def exchange(
     require_equal(joined, "what they have launched", launches)
     require_equal(joined, "what they do", occasions)
     return texts
+
+
+def hear_all(joined: Job | None, occasion: str, do: Callable[[], Any]) -> list[Any]:
+    """Returns what ``do()`` returns on each process, by process id, once all have done it.
+
+    One process's failure is an error on all: none goes on to a program in which it would wait for
+    one that has raised.
+
+    Args:
+      joined: the job whose processes do it; None: this process alone.
+      occasion: what they do, for errors.
+      do: returns a JSON value; has no collectives, so that a process may fail alone.
+
+    Raises:
+      Exception: of `do` here; of another process, see `require_no_failure`.
+      ClusterError: a process does not arrive, or does something else.
+    """
+    if joined is None:
+        return [do()]
+    value, own = None, None
+    try:
+        with phase(occasion):  # it looks at files, say: the others wait for as long as that takes
+            value = do()
+    except Exception as error:
+        own = error
+    said = json.dumps([value, None if own is None else failure_of(own)])
+    everyone = exchange(joined, occasion, said, joined.timeouts.step_deadline)
+    if own is not None:
+        raise own
+    values, failures = zip(*map(json.loads, everyone), strict=True)
+    require_no_failure(joined, failures)
+    return list(values)
+
+
+def hear_first(joined: Job | None, occasion: str, do: Callable[[], Any]) -> Any:
+    """Returns process 0's ``do()`` on every process; arguments and errors as for `hear_all`.
+
+    A file system may answer processes differently about a directory just created, or a step just
+    removed, and with different answers they would not do the same next.
+    """
+    is_first = joined is None or joined.process_id == 0
+    return hear_all(joined, occasion, lambda: do() if is_first else None)[0]
+
+
+def failure_of(error: BaseException) -> tuple[str, str]:
+    """Returns the class of an error, and its text, as the other processes are told."""
+    name = type(error).__name__
+    is_ours = isinstance(error, getattr(errors, name, ()))
+    return name, str(error) if is_ours else f"{name}: {as_plain(error, _MAX_FAILURE)}"
+
+
+def require_no_failure(joined: Job, failures: Sequence[Sequence[str] | None]) -> None:
+    """Raises the error of the first process that has failed, if one has.
+
+    Raises:
+      Exception: of its class, if that is one of distjax.
+      RuntimeError: with its text, if not.
+    """
+    for process, failure in enumerate(failures):
+        if failure is not None:
+            name, text = failure
+            if hasattr(errors, name):
+                raise getattr(errors, name)(text)
+            raise RuntimeError(f"{joined.name_process(process)} failed: {text}")
 
 
 def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:

@@ -30,6 +30,7 @@ from distjax import inner_traces, jax_compat
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.placement.topology import Topology
 from distjax.staged_call import run_compiled
+from distjax.traced_types import struct
 from distjax.typing import DTypeLike
 
 #: The name that the function of each map has in traces.
@@ -404,7 +405,7 @@ def _conversion(source: Var | Literal, target: Var, place: JaxprEqn) -> JaxprEqn
     dtypes = jnp.bfloat16, jnp.float32
     given, made = reversed(dtypes) if _is_narrow(target.aval) else dtypes
     convert = lambda x: lax.convert_element_type(x, made)
-    (eqn,) = jax.make_jaxpr(convert)(jax.ShapeDtypeStruct((), given)).eqns
+    (eqn,) = jax.make_jaxpr(convert)(struct((), given)).eqns
     return eqn.replace(
         invars=[source], outvars=[target], source_info=place.source_info, ctx=place.ctx
     )

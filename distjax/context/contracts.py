@@ -1,7 +1,7 @@
 """The strategy interface as seen by code that gets a strategy from the context.
 
 These are Protocols because that code lies below the strategies. Floors that need more of a
-strategy declare it themselves (`ExtendedForVariables` in `variables.stored_variable`).
+strategy declare it themselves (`ExtendedForVariables` in `variables.variable`).
 """
 
 from __future__ import annotations

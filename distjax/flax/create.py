@@ -33,6 +33,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.strategies.values import place_rows, require_rows
+from distjax.traced_types import struct
 from distjax.typing import PyTree
 from distjax.variables.layouts import Layout
 
@@ -89,7 +90,10 @@ class TracedConstructor:
 def make_initializer(
     fn: Callable[[], Any], strategy: StrategyLike
 ) -> tuple[Any, TracedConstructor]:
-    """Returns a jitted function that makes all arrays, and what its trace found."""
+    """Returns a function that makes all arrays, and what its trace found.
+
+    For devices that only compile it makes what stands for the arrays.
+    """
     found = TracedConstructor()
 
     def initial() -> list[jax.Array]:
@@ -115,6 +119,9 @@ def make_initializer(
         layout.sharding if layout is not None and x.size else None
         for x, layout in zip(shapes, found.layouts, strict=True)
     ]
+    pairs = list(zip(shapes, shardings, strict=True))
+    if any(s is not None and jax_compat.only_compiles(s.device_set) for s in shardings):
+        return (lambda: [struct(x.shape, x.dtype, s) for x, s in pairs]), found
     jitted = jax.jit(initial, out_shardings=shardings)
     if any(s is not None and not s.is_fully_addressable for s in shardings):
         agree(

@@ -45,6 +45,7 @@ from distjax.placement.transfer import transfer, without_alias
 from distjax.replica.global_value import AlreadyPlaced
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import reduction_layout
+from distjax.traced_types import is_struct
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.layouts import Layout, LocalForm, MirroredLayout, VariablePlacement
 
@@ -137,7 +138,8 @@ def place_array(value: PyTree, layout: Layout | None) -> Any:
     """Moves an array to where it lives; returns it unchanged if it is there. Not for traces."""
     if layout is None or layout.sharding is None or _is_there(value, layout):
         return value
-    return transfer(jnp.asarray(without_alias(value)), layout.sharding)
+    value = value if is_struct(value) else jnp.asarray(without_alias(value))
+    return transfer(value, layout.sharding)
 
 
 def _is_there(value: PyTree, layout: Layout | None) -> bool:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
@@ -30,6 +29,7 @@ from distjax.replica.arguments import PartitionedTree, function_name, is_object_
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.merge import WeakMerge
 from distjax.replica.run import Given
+from distjax.traced_types import struct
 from distjax.trees import nodes_of
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line
@@ -89,7 +89,7 @@ def _of_argument(index: int, value: GlobalValue) -> Fact:
 def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:
     """Returns values as if there were several replicas: a single replica's own are [R, ...]."""
     return [
-        GlobalValue(jax.ShapeDtypeStruct((1, *x.array.shape), x.array.dtype), True)
+        GlobalValue(struct((1, *x.array.shape), x.array.dtype), True)
         if fact.differs and not x.varying
         else x
         for x, fact in zip(values, facts, strict=True)

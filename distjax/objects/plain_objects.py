@@ -25,10 +25,10 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.walk import find_arrays, has_variables, leak_text, names_of_globals
 from distjax.replica.arguments import Static, function_name, is_static, user_path
 from distjax.typing import PyTree
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable import Variable
 
 #: What a traced value may take the place of.
-_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, StoredVariable)
+_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, Variable)
 #: Equal ones are often one object.
 _NUMBERS = (int, float, complex)
 
@@ -125,12 +125,8 @@ class Surroundings:
           TraceLeakError: it has; or it has exchanged what it captures.
         """
         function = function_name(self._fn)
-<<<<<<< HEAD
         self.require_none_gone()
         for each in (*self.inner, self):  # the function that does it is named
-=======
-        for each in (*self.inner, self):  # the function that does it is named
->>>>>>> w-flax
             each._require_none_captured()
         before = {id(array) for each in self._arguments for array in each.held.values()}
         for name, static, _ in self._arguments:
@@ -153,7 +149,7 @@ class Surroundings:
         after = self._find_captured()
         _require_in_place(self._fn, self._captured, after)
         for path, value in self._captured.items():
-            is_kept = isinstance(value, StoredVariable) or has_variables(value)
+            is_kept = isinstance(value, Variable) or has_variables(value)
             if is_kept and after.get(path) is not value:
                 raise TraceLeakError(_gone_text(function_name(self._fn), path, value))
 

@@ -47,7 +47,7 @@ from distjax.objects.walk import (
 )
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import PyTree
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable import Variable
 
 # -- following ----------------------------------------------------------------
 # A Python function that follows references, and compares what is there with what was.
@@ -155,7 +155,7 @@ class Comparison:
         number, road = edge.value, self._road(edge.holder, edge.kind, edge.key)
         value = self._values[number]
         if number in self._targets:
-            is_variable = isinstance(value, StoredVariable)
+            is_variable = isinstance(value, Variable)
             wanted = self._constant(value if is_variable else weakref.ref(value))
             self._require(f"{road} is not {wanted}{'' if is_variable else '()'}")
         elif number in self._bound:
@@ -350,7 +350,7 @@ class _Search:
 
     def _parts(self, number: int, value: PyTree) -> Iterator[tuple[str, Any, Any]]:
         """Yields what `value` refers to, as far as a trace may go there: (kind, key, part)."""
-        if isinstance(value, StoredVariable) or is_compared_whole(value):
+        if isinstance(value, Variable) or is_compared_whole(value):
             return
         if isinstance(value, (types.ModuleType, type)):
             if names_users_objects(value):

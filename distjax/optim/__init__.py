@@ -1,6 +1,5 @@
 """Optimizers: any optax transformation, its state placed beside the variables."""
 
-from distjax.optim.functional import reduce_gradients
-from distjax.optim.optimizer import Optimizer
+from distjax.optim.optimizer import Optimizer, reduce_gradients
 
 __all__ = ["Optimizer", "reduce_gradients"]

@@ -1,4 +1,4 @@
-"""Optimizer: applies an optax transformation to variables of a strategy."""
+"""Optimizer: applies an optax transformation to variables of a strategy; and `reduce_gradients`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
+from distjax.errors import (
+    ContextError,
+    LocalityError,
+    StrategyMismatchError,
+    describe_value,
+    message,
+    require,
+)
 from distjax.integers import require_int
 from distjax.lint.between_runs import report_unfit_between_runs
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.optim import gradient_pairs
 from distjax.optim.slots import OptimizerState, make_state, update_variables
+from distjax.placement.per_replica import is_per_replica
 from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import reduction_layout
 from distjax.strategies.strategy import Strategy
+from distjax.strategies.values import is_mirrored
 from distjax.typing import ArrayLike, DTypeLike, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
 
@@ -264,12 +273,16 @@ class Optimizer:
             variables.
           StrategyMismatchError: variables of several strategies.
         """
-        self._variables = gradient_pairs.require_variables(variables)
+        self._variables = _require_variables(variables)
         self._tree = variables
-        compiled = jit if self._strategy.extended.compiles else lambda fn: fn
-        self._step = compiled(self._step_in_trace)  # anew: old programs hold the old state
+        compiles = self._strategy.extended.compiles
+        # Anew: old programs hold the old state.
+        self._step = jit(self._step_in_trace) if compiles else self._step_in_trace
         with _active(self._strategy):
-            compiled(self._make)()
+            if compiles and frames.current().state is None:
+                jit(self._make).lower()  # a trace makes the variables: there is nothing to run
+            else:
+                self._make()
 
     def _make(self) -> None:
         extended = self._strategy.extended
@@ -318,7 +331,7 @@ class Optimizer:
             report_unfit_between_runs(self._op.name, grads, self._strategy.extended.topology)
             self._apply_across(self._strategy, grads, extra)
             return
-        gradient_pairs.require_no_per_replica((grads, extra))
+        _require_no_per_replica((grads, extra))
         grads = [jnp.asarray(g) for g in grads]
         context.merge_call(self._apply_across, args=(grads, extra))
 
@@ -344,7 +357,7 @@ class Optimizer:
 
     def _in_order(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         self._require_state()
-        return gradient_pairs.in_order(grads_and_vars, self._variables)
+        return _in_order(grads_and_vars, self._variables)
 
     def _require_state(self, what: str = "apply_gradients") -> OptimizerState:
         if self._state is not None:
@@ -373,9 +386,9 @@ class Optimizer:
                 )
             )
         frames.require_cross_replica(own, "distributed_apply")
-        gradient_pairs.require_one_value(extra)
+        _require_one_value(extra)
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
-            gradient_pairs.require_placed(own.extended, grads, self._variables)
+            _require_placed(own.extended, grads, self._variables)
         with _active(own):
             if frames.current().state is None:
                 self._step(list(grads), extra)
@@ -405,13 +418,230 @@ def _active(strategy: Strategy) -> Any:
 
 
 def _require_transformation(tx: object) -> None:
-    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+    require(
+        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)),
+        "Optimizer needs an optax transformation",
+        got=describe_value(tx),
+        why="it has init(params) and update(grads, state, params)",
+        fix="dj.optim.Optimizer(optax.adam(1e-3))",
+        error=TypeError,
+    )
+
+
+# -- the gradients and variables that users pass: checked, and put in order ---------------
+
+
+def _require_variables(variables: PyTree) -> list[Variable]:
+    """Returns the leaves of a tree of variables to optimize.
+
+    Raises:
+      TypeError: a leaf that is not a variable.
+      ValueError: no variables, or the same one twice.
+      LocalityError: a sync-on-read variable.
+      StrategyMismatchError: variables of several strategies.
+    """
+    leaves = jax.tree.leaves(variables)
+    if not leaves:
+        why = "an optimizer keeps its state where its variables live"
+        raise _not_initialized(ValueError, "at least one variable", "none", why)
+    seen: set[Variable] = set()
+    for leaf in leaves:
+        if not isinstance(leaf, Variable):
+            why, got = "an optimizer updates variables in place", describe_value(leaf)
+            raise _not_initialized(TypeError, "distjax.Variables only", got, why)
+        if leaf.synchronization is VariableSynchronization.ON_READ:
+            why = "its components differ: no one value can be optimized"
+            raise _not_initialized(LocalityError, "ON_WRITE variables", repr(leaf), why)
+        if leaf in seen:
+            why = "each variable has one gradient"
+            raise _not_initialized(ValueError, "each variable once", f"{leaf!r} twice", why)
+        if leaf.strategy is not leaves[0].strategy:
+            why, got = "one update runs under one strategy", f"{leaf!r} beside {leaves[0]!r}"
+            raise _not_initialized(StrategyMismatchError, "variables of one strategy", got, why)
+        seen.add(leaf)
+    return leaves
+
+
+def _not_initialized(error: type[Exception], needs: str, got: str, why: str) -> Exception:
+    fix = "optimizer.init(variables), a list or any tree of the variables to optimize"
+    return error(message(f"Optimizer.init needs {needs}", got=got, why=why, fix=fix))
+
+
+def _in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> list[Any]:
+    """Returns one gradient for each of `variables`, in their order.
+
+    Args:
+      grads_and_vars: (gradient, variable) pairs, or pairs of trees.
+      variables: the variables that the optimizer was initialized with.
+
+    Raises:
+      ValueError: not pairs; a variable that is unknown, missing or duplicated; a
+        gradient that is None or of the wrong shape.
+    """
+    grads: dict[Variable, Any] = {}
+    known = set(variables)
+    for gradient, variable in _flat_pairs(grads_and_vars):
+        if variable in grads or variable not in known:
+            raise ValueError(_misplaced_text(variable, variable in grads, variables))
+        _require_shape(gradient, variable)
+        grads[variable] = gradient
+    missing = [v.name for v in variables if v not in grads]
+    require(
+        not missing,
+        "apply_gradients needs a gradient for every variable of the optimizer",
+        got=f"none for {missing}",
+        why="the transformation sees all gradients at once (a global norm, for one)",
+        fix="pass zeros for it, or leave it out of init (or optax.masked)",
+    )
+    return [grads[v] for v in variables]
+
+
+def _flat_pairs(grads_and_vars: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    for pair in grads_and_vars:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise ValueError(_pair_text(describe_value(pair)))
+        grads, variables = pair
+        leaves, treedef = jax.tree.flatten(variables)
+        if not all(isinstance(v, Variable) for v in leaves):
+            raise ValueError(_pair_text(f"({describe_value(grads)}, {describe_value(variables)})"))
+        try:
+            flat = treedef.flatten_up_to(grads)
+        except ValueError as error:
+            raise ValueError(_pair_text("a tree of gradients unlike that of variables")) from error
+        yield from zip(flat, leaves, strict=True)
+
+
+def _pair_text(got: str) -> str:
+    return message(
+        "apply_gradients needs pairs (gradient, variable)",
+        got=got,
+        why="each variable is updated by its own gradient",
+        fix="optimizer.apply_gradients(zip(grads, variables)); or for trees: "
+        "optimizer.apply_gradients([(grads, variables)])",
+    )
+
+
+def _misplaced_text(variable: Variable, is_twice: bool, known: Sequence[Variable]) -> str:
+    names = [v.name for v in known[:8]]
+    return message(
+        "apply_gradients needs each variable that init was called with, once",
+        got=f"{variable!r}, {'a second time' if is_twice else 'which init did not have'}",
+        why="the variable's slots were made by init, and it is updated once per step",
+        fix="add up its gradients first" if is_twice else f"pass it to init (which has {names})",
+    )
+
+
+def _require_shape(gradient: PyTree, variable: Variable) -> None:
+    if gradient is None:
+        got, why = "None", "the loss does not depend on it, or it was filtered out"
+    elif not is_per_replica(gradient) and isinstance(gradient, (dict, list, tuple, str)):
+        got, why = describe_value(gradient), "a gradient is an array"
+    elif tuple(getattr(gradient, "shape", np.shape(gradient))) != variable.shape:
+        got, why = describe_value(gradient), "a gradient has its variable's shape"
+    else:
         return
-    raise TypeError(
+    raise ValueError(
         message(
-            "Optimizer needs an optax transformation",
-            got=describe_value(tx),
-            why="it has init(params) and update(grads, state, params)",
-            fix="dj.optim.Optimizer(optax.adam(1e-3))",
+            f"apply_gradients needs a gradient of shape {variable.shape} for variable "
+            f"{variable.name!r}",
+            got=got,
+            why=why,
+            fix="grads = jax.grad(loss)(variable.value), one for each variable",
         )
     )
+
+
+def _require_no_per_replica(values: PyTree) -> None:
+    """Raises a LocalityError for a PerReplica passed in a replica function."""
+    found = [x for x in jax.tree.leaves(values, is_leaf=is_per_replica) if is_per_replica(x)]
+    if not found:
+        return
+    raise LocalityError(
+        message(
+            "apply_gradients in a replica context needs this replica's values",
+            got=f"a PerReplica of {found[0].num_replicas} values",
+            why="a replica sees its own value of an argument of run, but a PerReplica that the "
+            "function closes over keeps all of them",
+            fix="pass it: strategy.run(step, args=(x,)); or call apply_gradients outside of run",
+        )
+    )
+
+
+def _require_one_value(extra: dict[str, Any]) -> None:
+    """Raises a LocalityError if an extra argument of an update differs per replica."""
+    for name, value in extra.items():
+        require(
+            not any(is_per_replica(x) for x in jax.tree.leaves(value, is_leaf=is_per_replica)),
+            f"apply_gradients needs argument {name} to be one value",
+            got="a value that differs per replica",
+            why="the update is computed once, for all replicas",
+            fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name})",
+            error=LocalityError,
+        )
+
+
+def _require_placed(
+    extended: StrategyExtended, grads: Sequence[Any], variables: Sequence[Variable]
+) -> None:
+    """Raises a ValueError if a gradient to be summed over replicas is not on them."""
+    for gradient, variable in zip(grads, variables, strict=True):
+        if is_per_replica(gradient) or is_mirrored(extended.topology, gradient):
+            continue
+        raise ValueError(
+            message(
+                f"apply_gradients needs the gradient of {variable.name!r} on the replicas, to sum "
+                "it over them",
+                got=f"{describe_value(gradient)}, which lives elsewhere",
+                why="it is unclear whether it stands for one gradient or for R equal ones",
+                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(g); "
+                "or average: Optimizer(tx, 'mean')",
+            )
+        )
+
+
+# -- a reduction by itself -----------------------------------------------------------------
+
+
+def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
+    """Returns an optax transformation that reduces gradients over the replicas.
+
+    ``update(g) = all_reduce(op, g)``. Put it first in a chain, so that later links see
+    the global gradient and norms are those of the global batch.
+
+    Args:
+      op: a ReduceOp or its name.
+
+    Locality: T or M in, M out. Context: replica; without an active strategy it is the
+      identity.
+    Cost: one all-reduce per leaf. State: none.
+
+    Raises:
+      ContextError: `update` in cross-replica context.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(dj.optim.reduce_gradients("mean"), optax.sgd(0.5))
+      >>> def step(w):
+      ...     x = dj.get_replica_context().replica_id_in_sync_group
+      ...     g = jax.grad(lambda w: w * x)(w)
+      ...     updates, _ = tx.update(g, tx.init(w))
+      ...     return optax.apply_updates(w, updates)
+      >>> dj.VirtualStrategy(3).run(step, args=(jnp.float32(1),))
+      Array(0.5, dtype=float32)
+    """
+    op = as_reduce_op(op)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
+        frame = frames.current()
+        require(
+            frame.replica_context is not None,
+            "reduce_gradients needs a replica context",
+            got=frame.name,
+            why="in cross-replica context there is one gradient for all replicas, not one "
+            "per replica",
+            fix="strategy.reduce(op, grads) before tx.update; dj.optim.Optimizer reduces by itself",
+            error=ContextError,
+        )
+        return frame.replica_context.all_reduce(op, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)

@@ -17,6 +17,7 @@ from distjax.placement.rows import MIXED, axis_of_layout, is_in_front, note_rows
 from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax.tables import Table, as_html
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 
 #: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. Both
@@ -428,7 +429,7 @@ def off_their_devices(tree: PyTree) -> Any:
     """Returns uncommitted arguments, which the program may move to its devices."""
 
     def uncommitted(leaf: PyTree) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if is_struct(leaf):
             return leaf.update(sharding=None)
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         return jax_compat.as_uncommitted(leaf) if is_array else leaf

@@ -24,6 +24,7 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.jax_compat import JaxprEqn
 from distjax.jaxprs import Flow
 from distjax.placement.topology import Topology
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
@@ -228,8 +229,9 @@ def is_in_front(child: PyTree, topology: Topology, shape: tuple[int, ...]) -> bo
 
 def is_split_over_replicas(value: object, topology: Topology) -> bool:
     """Returns whether each replica's devices hold a different part of array `value`."""
-    is_one = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
-    if not is_one or isinstance(value, jax_compat.Tracer):
+    if isinstance(value, jax_compat.Tracer):
+        return False
+    if not (isinstance(value, jax.Array) or is_struct(value)):
         return False
     sharding = value.sharding
     if topology.mesh is None or not isinstance(sharding, Sharding):  # None, of a struct
@@ -251,14 +253,14 @@ def is_split_over_replicas(value: object, topology: Topology) -> bool:
 
 def holds_rows(value: object, topology: Topology) -> bool:
     """Returns whether a bare array holds a value for each replica, as far as anything tells."""
-    if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+    if not (isinstance(value, jax.Array) or is_struct(value)):
         return False
     return is_split_over_replicas(value, topology) or _is_derived(value, topology)
 
 
 def _is_derived(value: PyTree, topology: Topology) -> bool:
     """Returns whether `value` was made of the array of a PerReplica, and holds all R values."""
-    if isinstance(value, jax.ShapeDtypeStruct):
+    if is_struct(value):
         return False
     axis = replica_axis(value, topology)
     return axis is not None and (topology.num_replicas > 1 or axis != MIXED)
@@ -272,7 +274,7 @@ def require_not_split(value: object, topology: Topology, where: str) -> None:
       topology: the replicas.
       where: the user's name for it, e.g. "argument x of step".
     """
-    if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+    if not (isinstance(value, jax.Array) or is_struct(value)):
         return
     num_replicas, what = topology.num_replicas, describe_value(value)
     if is_split_over_replicas(value, topology):

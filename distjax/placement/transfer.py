@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 
 _config: Any = jax.config  # type checkers do not know its options
@@ -35,7 +36,7 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     Cost: a transfer of the bytes that this process's devices hold; for a host value, nothing is
       sent between processes.
     """
-    if isinstance(value, jax.ShapeDtypeStruct):
+    if is_struct(value):
         return value.update(sharding=sharding)
     if sharding is None or sharding.is_fully_addressable:
         return _put([value], sharding)[0]
@@ -55,7 +56,7 @@ def copied(array: jax.Array, sharding: Sharding | None = None) -> jax.Array:
 
 def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
     """Returns whether `value` is an array, or a struct for one, committed to other devices."""
-    if isinstance(value, jax.ShapeDtypeStruct):
+    if is_struct(value):
         return isinstance(value.sharding, Sharding) and value.sharding.device_set != devices
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False

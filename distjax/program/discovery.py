@@ -36,9 +36,8 @@ from distjax.staged_call import stage_call
 from distjax.traced_types import type_of
 from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
-from distjax.variables import access
+from distjax.variables.construct import compute_initial
 from distjax.variables.state import CreationLog, TraceState, with_variables_as_inputs
-from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
 # -- step ---------------------------------------------------------------------
@@ -242,14 +241,16 @@ class InitialValues:
         """
         groups: dict[Any, list[Variable]] = {}
         for variable in self._outvars:
-            groups.setdefault(variable.strategy, []).append(variable)
-        read = (as_global(v, hand_out(v.stored)) for v in self._reads)
+            if variable.storage is None:  # on devices that only compile there is nothing to compute
+                groups.setdefault(variable.strategy, []).append(variable)
+        if not groups:
+            return
+        read = (as_global(v, v.stored.hand_out()) for v in self._reads)
         inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
         for variables in groups.values():
             values = self._compute_together(variables, inputs)
             for variable, value in zip(variables, values, strict=True):
-                if variable.storage is None:
-                    variable.stored.complete = functools.partial(_store, variable, value)
+                variable.stored.complete = functools.partial(_store, variable, value)
 
     def _compute_together(
         self, variables: Sequence[Variable], inputs: Sequence[Any]
@@ -261,9 +262,7 @@ class InitialValues:
             return [_in_stored_form(v, x) for v, x in zip(variables, values, strict=True)]
 
         shardings = [v.sharding if v.size else None for v in variables]
-        compiled = jax.jit(initial, out_shardings=shardings)
-        hooks.tell(hooks.on_created, variables, lambda: compiled.lower(inputs))
-        return compiled(inputs)
+        return compute_initial(variables, initial, (inputs,), shardings)
 
 
 def as_global(variable: Variable, stored: jax.Array) -> Any:
@@ -282,7 +281,7 @@ def _store(variable: Variable, value: jax.Array) -> None:
     if variable.size:
         variable.stored.swap(value)
     else:  # JAX cannot place empty outputs: those are placed separately
-        access.initialize(variable, value)
+        variable.stored.set(value)
 
 
 class Discovered:

@@ -51,6 +51,7 @@ from distjax.replica.arguments import (
 from distjax.replica.run import run_in_trace
 from distjax.replica.trace import add_value_note
 from distjax.tracebacks import keep_user_lines
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -78,8 +79,10 @@ def explain_devices(error: Exception, name: str) -> Exception:
 def add_argument_note(error: Exception) -> None:
     """Adds a note to an error whose cause is that an argument is traced, or is a struct."""
     add_value_note(error)
-    is_struct = isinstance(error, (TypeError, AttributeError)) and "ShapeDtypeStruct" in str(error)
-    if is_struct and _STRUCT_NOTE not in getattr(error, "__notes__", ()):
+    is_about_one = isinstance(error, (TypeError, AttributeError)) and "ShapeDtypeStruct" in str(
+        error
+    )
+    if is_about_one and _STRUCT_NOTE not in getattr(error, "__notes__", ()):
         error.add_note(_STRUCT_NOTE)
 
 
@@ -560,7 +563,7 @@ def _require_no_bare_rows(
     """
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
     for path, leaf in leaves:
-        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, PerReplica)):
+        if isinstance(leaf, (jax.Array, PerReplica)) or is_struct(leaf):
             where = f"argument {user_path(jax.tree_util.keystr(path), argument_names)} of {name}"
             if isinstance(leaf, PerReplica):
                 require_in_front(leaf, topology, where)

@@ -18,6 +18,7 @@ import numpy as np
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.transfer import require_held
+from distjax.traced_types import is_struct
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
@@ -154,7 +155,7 @@ def is_array(value: object) -> bool:
 
 def is_array_or_struct(value: object) -> bool:
     """Returns whether `value` is an array, or a struct that a program can be lowered for."""
-    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+    return is_array(value) or is_struct(value)
 
 
 class Static:

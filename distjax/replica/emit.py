@@ -34,6 +34,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME, Analysis, holds_merge, is_ref
 from distjax.replica.global_value import GlobalValue, stack_replicas
 from distjax.staged_call import stage_call
+from distjax.traced_types import struct
 from distjax.typing import ArrayLike
 
 
@@ -239,7 +240,7 @@ def _emit_scan(
         x_values = _as_global_values(x_slices, x_flags)
         return emitter.emit(inner, inner_consts, [*consts, *carry, *x_values])
 
-    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in x_arrays]
+    slices = [struct(x.shape[1:], x.dtype) for x in x_arrays]
     carry, flags, y_flags = _fixpoint(emitter, start, slices, step)
 
     def body(arrays: Sequence[Any], x_slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -40,7 +40,7 @@ from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.replica.arguments import is_array
-from distjax.traced_types import type_of
+from distjax.traced_types import struct, type_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
@@ -235,7 +235,7 @@ def _inner_state(outer: TraceState) -> TraceState:
 
 def _slice_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     aval = jax_compat.aval_of(x)
-    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+    return struct(aval.shape[1:], aval.dtype)
 
 
 def in_inner_trace(outer: TraceState, fn: Callable[[], Any]) -> Any:

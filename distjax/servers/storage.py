@@ -23,11 +23,13 @@ from distjax.placement.transfer import transfer
 from distjax.program.discovery import OutputSpec, spec_of
 from distjax.program.launch import Build, Finish
 from distjax.servers.server import ParameterServer
-from distjax.typing import DTypeLike
-from distjax.variables.layouts import WHOLE, LaidOut
+from distjax.typing import DTypeLike, VariableModes
+from distjax.variables.conversion import Array
+from distjax.variables.layouts import WHOLE, Declared, LaidOut
 from distjax.variables.partitioners import Partitioner, count_shards
-from distjax.variables.storage import RemoteStorage, Stored, VariableLock
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.policy import PLAIN, Combine, Policy, policy_for, require_synchronization
+from distjax.variables.storage import StoredArray, VariableLock
+from distjax.variables.variable import Variable
 
 
 class HasDtype(Protocol):
@@ -242,7 +244,7 @@ class Part:
         return "at every server" if self.server is None else f"at server {self.server}"
 
 
-def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
+def make_parts(variable: Variable, number: int) -> tuple[Part, ...]:
     """Returns the parts of a new variable; `number` makes their keys unique."""
     layout, name, shape = variable.layout, variable.name, variable.shape
     assert isinstance(layout, ServerLayout), "as its placement says"
@@ -256,13 +258,13 @@ def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-class ServerStorage(RemoteStorage):
+class ServerStorage(StoredArray):
     """The array of a variable at servers, each part under a key.
 
     Plans hold it, so that the values exist as long as a plan may run.
 
     Args:
-      name: the name of the variable, for errors.
+      variable: the variable.
       lock: the lock of the strategy's variables.
       parts: the parts of the variable.
       servers: all servers of the strategy.
@@ -272,14 +274,14 @@ class ServerStorage(RemoteStorage):
 
     def __init__(
         self,
-        name: str,
+        variable: Declared,
         lock: VariableLock,
         parts: tuple[Part, ...],
         servers: Sequence[ParameterServer],
         placement: ServerPlacement,
         device: jax.Device,
     ):
-        super().__init__(name, lock)
+        super().__init__(variable, lock)
         self.parts = parts
         everywhere = range(len(servers))
         homes = [
@@ -294,7 +296,7 @@ class ServerStorage(RemoteStorage):
         self._written_at = _by_server(homes)
         self._is_made = False
 
-    def read(self) -> Stored | None:
+    def read(self) -> jax.Array | None:
         """Returns the servers' current value; None before they have one."""
         if not self._is_made:
             return None
@@ -311,10 +313,16 @@ class ServerStorage(RemoteStorage):
         here = SingleDeviceSharding(self._device)
         return [transfer(values[part.key], here) for part in self.parts]
 
-    def add(self, amount: jax.Array) -> None:
+    def take_copy(self) -> Any:
+        """Returns the value, which is fetched, so nobody else has it."""
+        return self.require()
+
+    def add(self, amount: Array, *, negated: bool = False) -> None:
         """Adds to the value, at each server in one operation."""
         self.require_made()
         self._num_changes += 1
+        amount = jnp.asarray(self.on_own_devices(amount))
+        amount = -amount if negated else amount
         with jax_compat.outside_traces():
             for number, parts in self._written_at.items():
                 self._servers[number].add({part.key: _slice(amount, part) for part in parts})
@@ -324,10 +332,11 @@ class ServerStorage(RemoteStorage):
         if not self._is_made:
             self.require()
 
-    def require_present(self) -> None:
-        """Does nothing: servers are always there."""
+    def traced_type(self) -> jax_compat.ShapedArray:
+        """Returns the type that the value has in a trace, without fetching it."""
+        return self.traced_type_of(None)
 
-    def put(self, array: Stored | None) -> None:
+    def put(self, array: jax.Array | None) -> None:
         """Sends a value to the servers."""
         self._num_changes += 1
         if isinstance(array, jax.Array):
@@ -370,28 +379,51 @@ def _remove(
     placement.remove((number, num_bytes(part)) for number, part in homes)
 
 
-def parts_of(variable: StoredVariable) -> tuple[Part, ...]:
+def parts_of(variable: Variable) -> tuple[Part, ...]:
     """Returns a variable's parts at the servers."""
     assert isinstance(variable.stored, ServerStorage), f"{variable.name!r} is at no server"
     return variable.stored.parts
 
 
-def sizes_of(variable: StoredVariable) -> tuple[int, ...]:
+def sizes_of(variable: Variable) -> tuple[int, ...]:
     """Returns the number of rows of each shard of a variable; () if it is whole."""
     parts = parts_of(variable)
     return tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()
 
 
-# -- programs that write variables at servers ------------------------------------
+#: One value on a server, which other workers write concurrently: a write is a `merge_call`.
+AT_SERVER = dataclasses.replace(PLAIN, merges=True)
+
+
+def policy_at_servers(
+    modes: VariableModes, dtype: DTypeLike, name: str, num_replicas: int
+) -> Policy:
+    """Returns the policy of a server's variable, for workers of `num_replicas` each.
+
+    The server has a single total for a sync-on-read variable, so what the replicas write is
+    summed.
+
+    Raises:
+      ValueError: synchronization NONE; with several replicas, also as `policy_for`.
+    """
+    require_synchronization(modes[0], name)
+    if num_replicas == 1:
+        return AT_SERVER
+    policy = policy_for(modes, dtype, name)
+    rule = Combine.SUM if policy.stacked else policy.replica_write
+    return dataclasses.replace(AT_SERVER, replica_write=rule)
+
+
+# -- programs that read or write variables at servers ----------------------------
 
 
 def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
-    """Launches a program that writes variables kept elsewhere, while no one else does.
+    """Launches a program with variables at servers; if it writes some, while no one else does.
 
     Their values are fetched, and the new ones sent after the program has run: if it fails,
     nothing has been sent.
     """
-    if not any(v.stored.is_remote for v in build.writes):
+    if not any(isinstance(v.stored, ServerStorage) for v in build.variables):
         return None
 
     def launch(
@@ -402,7 +434,7 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
                 stack.enter_context(extended.pause_writers())
             stack.enter_context(build.lock)
             stored = [v.stored for v in build.writes]
-            before = [s.require() if s.is_remote else s.take_copy() for s in stored]
+            before = [s.take_copy() for s in stored]
             read = [v.stored.require() for v in build.reads]
             returned = build.jitted(before, read, kwargs, *args)
             jax.block_until_ready(returned[0])

@@ -34,7 +34,12 @@ from distjax.servers.engine import Engine, ServerStrategy
 from distjax.servers.plan import StepPlan
 from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
 from distjax.servers.server import ParameterServer
-from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
+from distjax.servers.storage import (
+    ServerPlacement,
+    ServerStorage,
+    make_parts,
+    policy_at_servers,
+)
 from distjax.servers.threads import ThreadEngine
 from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
@@ -43,9 +48,7 @@ from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.partitioners import Partitioner, require_partitioner
-from distjax.variables.policy import policy_at_servers
 from distjax.variables.storage import StoredArray
-from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
 
 
@@ -120,11 +123,11 @@ class ParameterServerExtended(StrategyExtended):
             initial_value, name=name, modes=modes, find_policy=find_policy, **options
         )
 
-    def make_storage(self, variable: StoredVariable) -> StoredArray:
+    def make_storage(self, variable: Variable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""
         parts = make_parts(variable, next(self._numbers))
         return ServerStorage(
-            variable.name, self.variable_lock, parts, self.servers, self.at_servers, self._device
+            variable, self.variable_lock, parts, self.servers, self.at_servers, self._device
         )
 
     @contextlib.contextmanager

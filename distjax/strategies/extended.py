@@ -29,9 +29,8 @@ from distjax.strategies.steps import MultiStepContext, make_steps_program, run_s
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
 from distjax.variables.layouts import VariablePlacement
-from distjax.variables.storage import StoredArray, VariableLock
-from distjax.variables.stored_variable import OwningStrategy, StoredVariable
-from distjax.variables.variable import Variable
+from distjax.variables.storage import StoredArray, VariableLock, make_storage
+from distjax.variables.variable import OwningStrategy, Variable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -302,12 +301,12 @@ class StrategyExtended:
         self.variables.add(variable)
         return variable
 
-    def make_storage(self, variable: StoredVariable) -> StoredArray:
+    def make_storage(self, variable: Variable) -> StoredArray:
         """Returns the storage for the array of a new variable."""
-        return StoredArray(variable.name, self.variable_lock)
+        return make_storage(variable, self.variable_lock)
 
     @_off_user_mesh
-    def copy_variable(self, variable: StoredVariable) -> Variable:
+    def copy_variable(self, variable: Variable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
@@ -418,8 +417,6 @@ class StrategyExtended:
         return v.strategy is self.strategy
 
     @_off_user_mesh
-    def split_components(
-        self, variable: StoredVariable, stored: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
         return self._containers.split(self.topology, variable, stored)

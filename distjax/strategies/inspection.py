@@ -27,8 +27,7 @@ from distjax.placement.topology import Topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.tables import Table, as_html, as_text, format_bytes
 from distjax.typing import PyTree
-from distjax.variables.description import VariableDescription, describe_variable
-from distjax.variables.storage import hand_out
+from distjax.variables.description import VariableDescription
 from distjax.variables.variable import Variable
 
 
@@ -119,7 +118,7 @@ def describe(
     topology = extended.topology
     if variables is None:
         living = sorted(extended.variables, key=lambda v: v.serial_number)
-        variables = [describe_variable(v) for v in living if v.storage is not None]
+        variables = [v.describe() for v in living if v.storage is not None]
     bridge = active_bridge()
     of_objects = bridge.describe(extended.strategy) if bridge is not None else ()
     shared = topology.mesh is None and topology.num_replicas > 1
@@ -150,7 +149,7 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
     for name, leaf in named:
         _require_one_value(name, leaf)
     arrays = [
-        (name, hand_out(leaf.stored) if isinstance(leaf, Variable) else leaf)
+        (name, leaf.stored.hand_out() if isinstance(leaf, Variable) else leaf)
         for name, leaf in named
         if isinstance(leaf, (Variable, jax.Array))
     ]

@@ -39,12 +39,11 @@ from distjax.replica.arguments import is_array, mark_modules, unmark
 from distjax.replica.global_value import GlobalValue, place_output, replica_aval
 from distjax.replica.merge import call_as_reduction
 from distjax.strategies.values import is_mirrored, off_device
+from distjax.traced_types import is_struct
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
-from distjax.variables.access import read_components
 from distjax.variables.conversion import is_number
 from distjax.variables.layouts import LaidOut, Layout, LocalForm
-from distjax.variables.stored_variable import ExtendedForVariables
-from distjax.variables.variable import Variable
+from distjax.variables.variable import ExtendedForVariables, Variable, read_components
 
 
 def reduce(
@@ -377,7 +376,7 @@ def broadcast_to(extended: ExtendedForVariables, value: PyTree, destinations: De
         x = x.value if isinstance(x, Variable) else x
         require_no_mask(x, "broadcast_to")
         require_held(x, "broadcast_to")
-        x = x if isinstance(x, jax_compat.Tracer) else _copied(x)
+        x = x if isinstance(x, jax_compat.Tracer) or is_struct(x) else _copied(x)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere

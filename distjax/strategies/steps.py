@@ -34,8 +34,7 @@ from distjax.strategies.updating import cross_replica_step
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number, is_traced
 from distjax.variables.state import TraceState
-from distjax.variables.stored_variable import ExtendedForVariables
-from distjax.variables.variable import Variable
+from distjax.variables.variable import ExtendedForVariables, Variable
 
 
 class MultiStepContext:

@@ -41,10 +41,8 @@ from distjax.replica.arguments import (
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.strategies.values import parts_of
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
-from distjax.variables.state import TraceState
-from distjax.variables.storage import StoredArray
-from distjax.variables.stored_variable import ExtendedForVariables, StoredVariable
-from distjax.variables.variable import Variable
+from distjax.variables.state import TracedVariable, TraceState
+from distjax.variables.variable import ExtendedForVariables, Variable
 
 
 class Updated(ExtendedForVariables, Protocol):
@@ -97,22 +95,9 @@ def _on_the_value(
     with frames.with_frame(extended.update_frame()):
         if frames.current().state is not None:
             return fn(variable, *args, **kwargs)
-        with _undone_if_it_raises(extended, variable.stored):
+        # What others push to a server in between would be undone too.
+        with extended.pause_writers(), variable.stored.undone_if_it_raises():
             return fn(variable, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _undone_if_it_raises(extended: Updated, stored: StoredArray) -> Generator[None]:
-    """A context in which writes take effect at once: all of them or, if it raises, none."""
-    # What others push to a remote variable in between would be undone too.
-    with extended.pause_writers() if stored.is_remote else contextlib.nullcontext():
-        kept, version = stored.keep(), stored.version
-        try:
-            yield
-        except BaseException:
-            if stored.version != version:
-                stored.restore(kept)
-            raise
 
 
 def _require_own(extended: Updated, variable: Variable) -> None:
@@ -318,19 +303,19 @@ class _ComponentState(TraceState):
         self.holds_whole = True  # read in the global view, around the map over the components
         self._updated = variable
 
-    def _initial(self, variable: StoredVariable) -> Any:
-        if variable.policy.stacked:
+    def _initial(self, variable: TracedVariable) -> Any:
+        if isinstance(variable, Variable) and variable.policy.stacked:
             raise ContextError(_other_variable_text("read", variable))
         return super()._initial(variable)
 
-    def write(self, variable: StoredVariable, value: PyTree) -> None:
+    def write(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets the component's value; raises for any other variable."""
         if variable is not self._updated:
             raise ContextError(_other_variable_text("write", variable))
         super().write(variable, value)
 
 
-def _other_variable_text(action: str, variable: StoredVariable) -> str:
+def _other_variable_text(action: str, variable: TracedVariable) -> str:
     return message(
         f"a {action} of variable {variable.name!r} needs an update of its own",
         got="an update function that runs on the components of another variable",

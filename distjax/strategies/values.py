@@ -35,9 +35,7 @@ from distjax.placement.transfer import (
 from distjax.replica.arguments import is_array, require_callable
 from distjax.replica.global_value import place_output
 from distjax.typing import PyTree
-from distjax.variables.access import read_components
-from distjax.variables.stored_variable import StoredVariable
-from distjax.variables.variable import Variable
+from distjax.variables.variable import Variable, read_components
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +398,7 @@ class ComponentRegistry:
         self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
     def split(
-        self, topology: Topology, variable: StoredVariable, stored: jax.Array
+        self, topology: Topology, variable: Variable, stored: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array, and remembers them."""
         if variable.layout.num_copies == 1:
@@ -410,7 +408,7 @@ class ComponentRegistry:
         self.remember(variable, parts)
         return parts
 
-    def remember(self, variable: StoredVariable, parts: Sequence[Any]) -> None:
+    def remember(self, variable: Variable, parts: Sequence[Any]) -> None:
         """Records that `parts` are components of `variable`."""
         for part in parts:
             key = id(part)

@@ -31,17 +31,17 @@ from distjax.errors import (
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.testing.reference_values import all_equal, combine
 from distjax.typing import PyTree, VariableModes
-from distjax.variables.access import (
-    no_aggregation_text,
-    require_arithmetic,
-    require_one_value,
-)
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.description import VariableDescription
 from distjax.variables.layouts import MirroredLayout, StackedLayout
 from distjax.variables.policy import policy_for
-from distjax.variables.stored_variable import OwningStrategy
-from distjax.variables.variable import Variable
+from distjax.variables.variable import (
+    OwningStrategy,
+    Variable,
+    no_aggregation_text,
+    require_arithmetic,
+    require_one_value,
+)
 
 _SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA

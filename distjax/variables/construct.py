@@ -10,29 +10,31 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distjax import hooks, jax_compat
-from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
-from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
+from distjax.errors import (
+    ContextError,
+    LocalityError,
+    TraceLeakError,
+    describe_value,
+    message,
+    require,
+)
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.transfer import require_no_mask
+from distjax.placement.transfer import require_no_mask, without_alias
 from distjax.typing import DTypeLike, PyTree, VariableModes
-from distjax.variables import access
-from distjax.variables.agreement import agree_on_creation
 from distjax.variables.conversion import Array, as_array, is_traced, to_dtype, without_weak_type
 from distjax.variables.layouts import Layout, StackedLayout, VariablePlacement
 from distjax.variables.policy import PLAIN, Policy, policy_for
 from distjax.variables.state import TraceState, require_no_trace, require_own_trace
-from distjax.variables.storage import hand_out
-from distjax.variables.stored_variable import OwningStrategy, StoredVariable
-from distjax.variables.variable import Variable
+from distjax.variables.variable import OwningStrategy, Variable
 
 
 def make_variable(
@@ -108,23 +110,21 @@ def _bind(state: TraceState, variable: Variable, value: jax.Array) -> None:
     state.bind(variable, variable.layout.local_form.own_part(value))
 
 
-def copy_variable(variable: StoredVariable) -> Variable:
+def copy_variable(variable: Variable) -> Variable:
     """Returns a new variable like `variable`, with a copy of its stored array.
 
     Raises:
       ContextError: in a replica function, or in a trace.
     """
     frame = frames.current()
-    if frame.is_replica or frame.state is not None or jax_compat.tracing():
-        raise ContextError(
-            message(
-                f"a copy of variable {variable.name!r} needs to be made outside of traces",
-                got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
-                why="the copy would hold a value that exists only when the program runs",
-                fix="target = copy.copy(v) before the first step; in a step, "
-                "target.assign(v.value)",
-            )
-        )
+    require(
+        not (frame.is_replica or frame.state is not None or jax_compat.tracing()),
+        f"a copy of variable {variable.name!r} needs to be made outside of traces",
+        got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
+        why="the copy would hold a value that exists only when the program runs",
+        fix="target = copy.copy(v) before the first step; in a step, target.assign(v.value)",
+        error=ContextError,
+    )
     made = Variable.declared(
         strategy=variable.strategy,
         shape=variable.shape,
@@ -135,7 +135,7 @@ def copy_variable(variable: StoredVariable) -> Variable:
         policy=variable.policy,
         layout=variable.layout,
     )
-    made.stored.swap(jnp.copy(hand_out(variable.stored)))
+    made.stored.swap(jnp.copy(variable.stored.hand_out()))
     return made
 
 
@@ -233,8 +233,7 @@ def _initialize_now(
     variable: Variable, initial_value: PyTree, make_initial: Callable[[], Array]
 ) -> None:
     """Computes the initial value and stores it at once, rather than when a trace ends."""
-    if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
-        variable.stored.swap(_describe_storage(variable))
+    if variable.storage is not None:  # on devices that only compile there is nothing to compute
         return
     if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
         # Compiled with its output sharding, so it is never whole on one device.
@@ -243,20 +242,23 @@ def _initialize_now(
             return variable.layout.to_stored(value)
 
         with jax_compat.outside_traces():
-            compiled = jax.jit(make, out_shardings=variable.sharding)
-            if variable.spans_processes:
-                agree_on_creation([variable], describe_program(compiled.lower()))
-            variable.stored.swap(compiled())
+            variable.stored.swap(compute_initial([variable], make, (), variable.sharding))
         return
     with jax.ensure_compile_time_eval():
         value = make_initial()
-        if variable.spans_processes:
-            agree_on_creation([variable], describe_on_host(value))
-        access.initialize(variable, value)
+        for told in hooks.on_created:
+            told([variable], lambda: value)
+        variable.stored.set(without_alias(value))
 
 
-def _describe_storage(variable: Variable) -> jax.ShapeDtypeStruct:
-    """Returns the ShapeDtypeStruct of storage on devices that only compile."""
-    value = jax.ShapeDtypeStruct(variable.global_shape, variable.dtype)
-    stored = jax.eval_shape(variable.layout.to_stored, value)
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=variable.sharding)
+def compute_initial(
+    variables: Sequence[Variable],
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    shardings: PyTree,
+) -> Any:
+    """Returns what ``make(*args)`` computes for new variables, each at its sharding."""
+    compiled = jax.jit(make, out_shardings=shardings)
+    for told in hooks.on_created:
+        told(variables, lambda: compiled.lower(*args))
+    return compiled(*args)

@@ -18,7 +18,7 @@ from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.placement.transfer import require_no_mask, without_alias
 from distjax.typing import DTypeLike, PyTree
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.layouts import Declared
 
 #: A numpy or JAX array.
 Array = np.ndarray | jax.Array
@@ -105,7 +105,7 @@ def dtype_rank(dtype: DTypeLike) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
-def convert(variable: StoredVariable, value: PyTree, method: str) -> Array:
+def convert(variable: Declared, value: PyTree, method: str) -> Array:
     """Returns `value` as an array with the shape and dtype of `variable`.
 
     A host value stays on the host, as a numpy array that nobody else holds.
@@ -183,7 +183,7 @@ def without_weak_type(array: Array) -> Array:
     return array
 
 
-def _as_numbers(variable: StoredVariable, value: PyTree, what: str, fix: str) -> Array:
+def _as_numbers(variable: Declared, value: PyTree, what: str, fix: str) -> Array:
     if isinstance(value, jax.Array):
         return value
     is_known = hasattr(value, "dtype") or isinstance(value, (numbers.Number, list, tuple))

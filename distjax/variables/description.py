@@ -9,40 +9,10 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.context import frames
 from distjax.placement.topology import is_host_memory
 from distjax.tables import Table, as_html, format_bytes
+from distjax.typing import PyTree
 from distjax.variables.layouts import Layout
-from distjax.variables.storage import hand_out
-from distjax.variables.stored_variable import StoredVariable
-
-
-def variable_html(variable: StoredVariable) -> str:
-    """Returns a table of the variable's properties, placement and values."""
-    if variable.storage is None or frames.current().state is not None:
-        return as_html([Table(repr(variable))])
-    described = describe_variable(variable)
-    size = described.host_bytes or described.bytes_per_device
-    facts = (
-        ("lives", f"{described.placement}, {variable.strategy!r}"),
-        ("bytes on host" if described.host_bytes else "bytes per device", format_bytes(size)),
-        ("synchronization", described.synchronization),
-        ("aggregation", described.aggregation),
-        ("trainable", str(described.trainable)),
-    )
-    caption = f"Variable {variable.name!r} {described.dtype}{list(variable.shape)}"
-    return as_html([Table(caption, (), facts + tuple(_values(variable)))])
-
-
-def _values(variable: StoredVariable) -> list[tuple[str, str]]:
-    value = variable.layout.from_stored(hand_out(variable.stored), variable.shape)
-    if jax_compat.is_key_dtype(value.dtype) or not value.is_fully_addressable:
-        return []
-    host = np.asarray(value)
-    with np.printoptions(threshold=20, edgeitems=3, precision=4):
-        if variable.policy.stacked:
-            return [(f"replica {r}", str(component)) for r, component in enumerate(host)]
-        return [("value", str(host))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +43,6 @@ class VariableDescription:
     host_bytes: int
 
 
-def describe_variable(variable: StoredVariable) -> VariableDescription:
-    """Returns the description of a variable that has storage."""
-    return describe_stored(
-        variable.name,
-        variable.storage,  # pyright: ignore[reportArgumentType]
-        variable.layout,
-        shape=variable.shape,
-        synchronization=variable.synchronization.name,
-        aggregation=variable.aggregation.name,
-        trainable=variable.trainable,
-    )
-
-
 def describe_stored(
     name: str,
     stored: jax.Array,
@@ -111,3 +68,41 @@ def describe_stored(
         bytes_per_device=0 if is_on_host else shard_bytes,
         host_bytes=stored.size * itemsize if is_on_host else 0,
     )
+
+
+def as_html_table(
+    title: str,
+    described: VariableDescription | None = None,
+    strategy: str = "",
+    value: PyTree = None,
+    is_stacked: bool = False,
+) -> str:
+    """Returns a table of a variable's properties, placement and values.
+
+    Args:
+      title: the variable, if it has no storage to be described.
+      described: its description.
+      strategy: its strategy.
+      value: its value in global form, or what stands for it.
+      is_stacked: whether this has a component per replica.
+    """
+    if described is None:
+        return as_html([Table(title)])
+    size = described.host_bytes or described.bytes_per_device
+    facts = [
+        ("lives", f"{described.placement}, {strategy}"),
+        ("bytes on host" if described.host_bytes else "bytes per device", format_bytes(size)),
+        ("synchronization", described.synchronization),
+        ("aggregation", described.aggregation),
+        ("trainable", str(described.trainable)),
+    ]
+    is_array = isinstance(value, jax.Array) and value.is_fully_addressable
+    if is_array and not jax_compat.is_key_dtype(value.dtype):
+        host = np.asarray(value)
+        with np.printoptions(threshold=20, edgeitems=3, precision=4):
+            if is_stacked:
+                facts += [(f"replica {r}", str(component)) for r, component in enumerate(host)]
+            else:
+                facts.append(("value", str(host)))
+    caption = f"Variable {described.name!r} {described.dtype}{list(described.shape)}"
+    return as_html([Table(caption, (), tuple(facts))])

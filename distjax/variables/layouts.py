@@ -34,6 +34,7 @@ from distjax.modes import ReduceOp
 from distjax.placement import topology as kinds
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
+from distjax.traced_types import struct
 from distjax.typing import DTypeLike
 
 # -- what one replica holds ----------------------------------------------------
@@ -257,8 +258,7 @@ class Shards:
         return shape
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        value = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return tuple(jax.eval_shape(self.split, value).shape[1:])
+        return tuple(jax.eval_shape(self.split, struct(shape, jnp.float32)).shape[1:])
 
     def to_replicas(self, value: jax.Array) -> Any:
         """Returns ``split(value)``."""
@@ -580,6 +580,12 @@ class LaidOut(Protocol):
     def dtype(self) -> Any: ...
     @property
     def layout(self) -> Layout: ...
+
+
+class Declared(LaidOut, Protocol):
+    """A variable as far as it is known before it has a value."""
+
+    name: str
 
 
 class VariablePlacement(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, message, require
 from distjax.integers import require_int
 from distjax.typing import DTypeLike
 
@@ -20,15 +20,13 @@ Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
 def require_partitioner(owner: str, partitioner: object) -> None:
     """Raises a TypeError unless `partitioner` is callable or None."""
-    if partitioner is None or callable(partitioner):
-        return
-    raise TypeError(
-        message(
-            f"{owner}: partitioner needs a function of shape and dtype, or None",
-            got=describe_value(partitioner),
-            why="it is asked for each variable into how many parts each axis is split",
-            fix=f"dj.{owner}(partitioner=dj.parts.FixedShards(2))",
-        )
+    require(
+        partitioner is None or callable(partitioner),
+        f"{owner}: partitioner needs a function of shape and dtype, or None",
+        got=describe_value(partitioner),
+        why="it is asked for each variable into how many parts each axis is split",
+        fix=f"dj.{owner}(partitioner=dj.parts.FixedShards(2))",
+        error=TypeError,
     )
 
 

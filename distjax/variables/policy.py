@@ -7,7 +7,7 @@ import enum
 
 import jax.numpy as jnp
 
-from distjax.errors import message
+from distjax.errors import message, require
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.typing import DTypeLike, VariableModes
 
@@ -65,8 +65,6 @@ POLICIES: dict[VariableModes, Policy] = {
 
 #: One copy on one device: synchronization and aggregation have no effect.
 PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
-#: One value on a server, which other workers write concurrently: a write is a `merge_call`.
-AT_SERVER = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH, merges=True)
 
 
 def resolve_modes(synchronization: object, aggregation: object, name: str) -> VariableModes:
@@ -103,45 +101,23 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
       ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
     """
     synchronization, aggregation = modes
-    _require_synchronization(synchronization, name)
-    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            message(
-                f"variable {name!r} needs a floating dtype for aggregation MEAN",
-                got=f"dtype {dtype}",
-                why="the mean of integers need not be an integer",
-                fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
-            )
-        )
+    require_synchronization(synchronization, name)
+    require(
+        not (aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact)),
+        f"variable {name!r} needs a floating dtype for aggregation MEAN",
+        got=f"dtype {dtype}",
+        why="the mean of integers need not be an integer",
+        fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
+    )
     return POLICIES[synchronization, aggregation]
 
 
-def _require_synchronization(synchronization: VariableSynchronization, name: str) -> None:
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            message(
-                f"`NONE` variable synchronization mode is not supported for variable {name!r}",
-                got="synchronization=VariableSynchronization.NONE under a strategy",
-                why="a strategy has to know when the copies meet",
-                fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
-            )
-        )
-
-
-def policy_at_servers(
-    modes: VariableModes, dtype: DTypeLike, name: str, num_replicas: int
-) -> Policy:
-    """Returns the policy of a server's variable, for workers of `num_replicas` each.
-
-    The server has a single total for a sync-on-read variable, so what the replicas write is
-    summed.
-
-    Raises:
-      ValueError: synchronization NONE; with several replicas, also as `policy_for`.
-    """
-    _require_synchronization(modes[0], name)
-    if num_replicas == 1:
-        return AT_SERVER
-    policy = policy_for(modes, dtype, name)
-    rule = Combine.SUM if policy.stacked else policy.replica_write
-    return dataclasses.replace(AT_SERVER, replica_write=rule)
+def require_synchronization(synchronization: VariableSynchronization, name: str) -> None:
+    """Raises a ValueError for synchronization NONE."""
+    require(
+        synchronization is not VariableSynchronization.NONE,
+        f"`NONE` variable synchronization mode is not supported for variable {name!r}",
+        got="synchronization=VariableSynchronization.NONE under a strategy",
+        why="a strategy has to know when the copies meet",
+        fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
+    )

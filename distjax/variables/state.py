@@ -1,9 +1,9 @@
-"""Where variables are read and written: their storage, or the state of a trace.
+"""Where variables are read and written in a trace: its state.
 
-During a trace, a variable's value lives in the trace's state. The first read stages a
-`variable` equation in the trace that owns the state, no matter how deeply nested the
-reader is. When the trace is compiled, these equations become inputs of the program, and the
-written values become outputs.
+During a trace, a variable's value lives in the trace's state, outside of traces in its storage. The
+first read stages a `variable` equation in the trace that owns the state, no matter how deeply
+nested the reader is. When the trace is compiled, these equations become inputs of the program, and
+the written values become outputs.
 
 The initial values of variables that the traced function creates are outputs of the trace, too. When
 it ends, the values are computed, the variables get their storage, and the function is traced again:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 
@@ -23,32 +23,37 @@ from distjax.errors import ContextError, TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.layouts import LocalForm
-from distjax.variables.storage import hand_out
-from distjax.variables.stored_variable import StoredVariable
 
 variable_p = jax_compat.Primitive("distjax_variable")
 
 
-class WeakVariable:
+class WeakVariable(weakref.ref[Any]):
     """A variable as an equation parameter; call it to get the variable.
 
     The reference is weak because JAX's cache of abstract evaluations keeps parameters
-    alive, and a variable keeps all its arrays alive.
+    alive, and a variable keeps all its arrays alive. JAX itself refers to it weakly, for which
+    it needs a class of its own.
     """
 
-    __slots__ = ("_reference", "_serial_number", "__weakref__")
 
-    def __init__(self, variable: StoredVariable):
-        self._reference, self._serial_number = weakref.ref(variable), variable.serial_number
+class TracedVariable(Protocol):
+    """A variable, as a trace needs it.
 
-    def __call__(self) -> Any:
-        return self._reference()
+    Attributes:
+      name: its name.
+      is_being_made: whether the trace that creates it is active.
+    """
 
-    def __hash__(self) -> int:
-        return self._serial_number
+    name: str
+    is_being_made: bool
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, WeakVariable) and self._serial_number == other._serial_number
+    def traced_type(self, *, local: bool) -> ShapedArray:
+        """Returns the type of its value at the start of a trace; raises if it has none."""
+        ...
+
+    def gather(self, local: jax.Array) -> Any:
+        """Returns the value that a replica reads, from what it holds."""
+        ...
 
 
 @variable_p.def_abstract_eval
@@ -58,9 +63,10 @@ def _variable_abstract_eval(*, variable: WeakVariable, aval: ShapedArray) -> Sha
 
 @variable_p.def_impl
 def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
+    read: Any = variable()
     raise TraceLeakError(
         message(
-            f"a read of variable {variable().name!r} needs to be traced with its step",
+            f"a read of variable {read.name!r} needs to be traced with its step",
             got="eager evaluation, though the step is being traced",
             why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
             "left JAX's state of this thread behind",
@@ -87,36 +93,6 @@ def with_variables_as_inputs(jaxpr: jax_compat.Jaxpr) -> tuple[jax_compat.Jaxpr,
         [e for e in jaxpr.eqns if e.primitive is not variable_p],
     )
     return code, list(read.values())
-
-
-class StorageState:
-    """Reads and writes the stored arrays directly (no distjax trace is active)."""
-
-    local_view = False
-
-    def read(self, variable: StoredVariable) -> Any:
-        """Returns the value of `variable` in global form."""
-        if jax_compat.staging():
-            raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
-        variable.stored.require_present()
-        handle = hand_out(variable.stored)
-        value = variable.layout.from_stored(handle, variable.shape)
-        is_safe = value is handle or variable.layout.hands_out_copies
-        return value if is_safe else jax.numpy.copy(value)
-
-    def write(self, variable: StoredVariable, value: PyTree) -> None:
-        """Replaces the storage of `variable` with a value in global form."""
-        self.require_writable(variable)
-        variable.store(value)
-
-    def require_writable(self, variable: StoredVariable) -> None:
-        """Raises TraceLeakError inside a JAX trace, UnsupportedError without devices."""
-        if jax_compat.tracing():
-            raise TraceLeakError(leak_text(variable, "write", "a trace that distjax does not own"))
-        variable.stored.require_present()
-
-
-STORAGE = StorageState()
 
 
 class TraceState:
@@ -155,33 +131,27 @@ class TraceState:
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}
 
-    def read(self, variable: StoredVariable) -> Any:
+    def read(self, variable: TracedVariable) -> Any:
         """Returns the value of `variable` in this state's view."""
         trace = jax_compat.current_trace()
         if trace is not self.trace and type(trace) is type(self.trace):  # not that of grad, vmap
             self._read_inside.add(variable)
         return self._value(variable)
 
-    def _value(self, variable: StoredVariable) -> Any:
+    def _value(self, variable: TracedVariable) -> Any:
         if variable not in self._values:
             self.read_order.append(variable)
             self._values[variable] = self._initial(variable)
         return self._values[variable]
 
-    def _initial(self, variable: StoredVariable) -> Any:
-        variable.stored.complete_creation()
-        variable.require_initialized()
+    def _initial(self, variable: TracedVariable) -> Any:
         if self.parent is not None:
             return self.parent._value(variable)
-        if self.local_view:
-            aval = ShapedArray(variable.local_shape, variable.dtype)
-        else:
-            stored = None if variable.stored.is_remote else variable.storage
-            aval = variable.global_type(stored)
+        aval = variable.traced_type(local=self.local_view)
         with jax_compat.in_trace(self.trace):
             return variable_p.bind(variable=WeakVariable(variable), aval=aval)
 
-    def gather(self, variable: StoredVariable) -> Any:
+    def gather(self, variable: TracedVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
 
         Gathered once in the state's own trace, but again in each inner trace, so that
@@ -191,10 +161,10 @@ class TraceState:
         if self.holds_whole:
             return shard
         if jax_compat.current_trace() is not self.trace:
-            return _gathered(variable, shard)
+            return variable.gather(shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = _gathered(variable, shard)
+            whole = variable.gather(shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
@@ -213,19 +183,19 @@ class TraceState:
         held = self._shards.get(id(whole))
         return None if held is None else held[1:]
 
-    def bind(self, variable: StoredVariable, value: PyTree) -> None:
+    def bind(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets the value that `variable` has at the start of the trace."""
         self._renew_readers(variable)
         self._values[variable] = value
 
-    def write(self, variable: StoredVariable, value: PyTree) -> None:
+    def write(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets a new value of `variable`."""
         self.require_writable(variable)
         self._renew_readers(variable)
         self._values[variable] = value
         self.written[variable] = None
 
-    def _renew_readers(self, variable: StoredVariable) -> None:
+    def _renew_readers(self, variable: TracedVariable) -> None:
         """Keeps JAX from reusing cached traces of functions that read the former value."""
         state: TraceState | None = self
         while state is not None:
@@ -234,14 +204,10 @@ class TraceState:
                 return
             state = state.parent
 
-    def require_writable(self, variable: StoredVariable) -> None:
+    def require_writable(self, variable: TracedVariable) -> None:
         """Raises TraceLeakError inside an inner trace."""
         if jax_compat.current_trace() is not self.trace:
             raise TraceLeakError(leak_text(variable, "write", "an inner trace"))
-
-
-#: Where a variable is read and written.
-State: TypeAlias = StorageState | TraceState
 
 
 class MergeState(TraceState):
@@ -250,10 +216,6 @@ class MergeState(TraceState):
 
 class ShapeState(MergeState):
     """The state of a merge function that is traced where it is bound, for its shapes and facts."""
-
-
-def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
-    return variable.layout.local_form.gather(shard)
 
 
 # -- variables that a trace creates ---------------------------------------------
@@ -312,10 +274,10 @@ class CreationLog:
         top.reused = (*top.reused, name)
         return variable
 
-    def collect(self, variable: StoredVariable, value: PyTree) -> None:
+    def collect(self, variable: TracedVariable, value: PyTree) -> None:
         """Records a new variable and its initial value in this trace."""
         self.values[variable] = value
-        variable.stored.is_being_made = True  # the rest of the trace may use it
+        variable.is_being_made = True  # the rest of the trace may use it
         self.outermost.collected.append(variable)
 
     def take_values(self) -> list[Any]:
@@ -327,7 +289,7 @@ class CreationLog:
     def close(self) -> None:
         """Ends the outermost trace; from now on its variables need a stored value."""
         for variable in self.collected:
-            variable.stored.is_being_made = False
+            variable.is_being_made = False
 
 
 def require_no_trace(name: str) -> None:
@@ -387,7 +349,7 @@ _TRANSFORMS = {
 }
 
 
-def leak_text(variable: StoredVariable, action: str, place: str) -> str:
+def leak_text(variable: TracedVariable, action: str, place: str) -> str:
     """Returns the text for using a variable in a trace that distjax does not own.
 
     Args:

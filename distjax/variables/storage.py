@@ -8,27 +8,31 @@ Three rules carry everything:
 2. An array that anyone outside has seen is never donated: the next program that writes its variable
    is given a copy. So a value that a user holds stays valid, whichever thread reads or steps.
 3. Nothing is compiled while the lock is held: a read waits for a launch, never for a compilation.
+
+A variable whose array is elsewhere has another class of storage, which overrides what it does
+differently: one on devices that only compile has the type of an array and no array, one at servers
+fetches and sends its value.
 """
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.errors import ContextError, UnsupportedError, message
-from distjax.placement.transfer import copied
+from distjax.placement.transfer import copied, transfer
+from distjax.traced_types import as_traced, struct, type_of
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
-
-#: What a variable stores: an array, or its ShapeDtypeStruct if the devices can only compile.
-Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+from distjax.variables.conversion import Array, module_of
+from distjax.variables.layouts import Declared
 
 
 class NewestArrays:
@@ -120,50 +124,39 @@ class SeveralLocks:
 
 
 class StoredArray:
-    """The array of one variable: read, swapped and versioned here.
+    """The array of one variable: read, swapped and copied here.
 
     Args:
-      name: the variable's name, for errors.
+      variable: what is stored, for its name, shape, dtype and layout; not kept.
       lock: the lock of the strategy's variables.
 
     Attributes:
       array: the array, if no program keeps a newer one.
       is_private: whether there is an array that no one outside has seen, which may be donated.
-      components: weak references to the array and to the parts it was last split into.
       complete: stores the initial value from a trace that did not finish; None if there is none.
-      is_being_made: whether the trace that creates the variable is active.
       is_lost: whether a program took the array and returned no new one.
-      is_remote: whether the array is kept outside this process's variables, as on a server: its
-        value is fetched and sent.
     """
 
-    is_remote = False
-
-    def __init__(self, name: str, lock: VariableLock):
-        self.name, self.lock = name, lock
-        self.array: Stored | None = None
-        self.is_private = False
-        self.components: tuple[weakref.ref[Stored] | None, tuple[weakref.ref[jax.Array], ...]] = (
-            None,
-            (),
-        )
+    def __init__(self, variable: Declared, lock: VariableLock):
+        self.name, self.layout, self.lock = variable.name, variable.layout, lock
+        self._shape, self._dtype = variable.shape, variable.dtype
+        self._global_shape = self.layout.local_form.global_shape(self._shape)
+        self.array: jax.Array | None = None
+        self.is_private = self.is_lost = False
         self.complete: Callable[[], None] | None = None
-        self.is_being_made = self.is_lost = False
         self._num_changes = 0
+        # The array and the parts that it was last split into, as far as users hold them.
+        self._components: tuple[weakref.ref[Any], ...] = ()
 
-    @property
-    def version(self) -> int:
-        """A number that grows when the value has changed."""
-        self.read()
-        return self._num_changes
+    # -- the array, in stored form ------------------------------------------------
 
-    def read(self) -> Stored | None:
+    def read(self) -> jax.Array | None:
         """Returns the array or None, to look at its type: the next launch may donate it."""
         with self.lock:
             self.lock.show()
             return self.array
 
-    def require(self) -> Stored:
+    def require(self) -> jax.Array:
         """Like `read`, but raises an error that names the variable and says why there is none.
 
         Raises:
@@ -173,9 +166,13 @@ class StoredArray:
         array = self.read()
         if array is None:
             raise ContextError(_lost_text(self.name) if self.is_lost else _unmade_text(self.name))
-        if isinstance(array, jax.Array) and array.is_deleted():
+        if array.is_deleted():
             raise RuntimeError(_deleted_text(self.name))
         return array
+
+    def require_made(self) -> None:
+        """Raises as `require` does if there is no array."""
+        self.require()
 
     def hand_out(self) -> Any:
         """Returns the array, for anyone to keep.
@@ -187,8 +184,7 @@ class StoredArray:
             self.lock.settle()
             array = self.require()
             self.is_private = False
-        if isinstance(array, jax.Array):
-            handed_out[id(array)] = array
+        handed_out[id(array)] = array
         return array
 
     def take_private(self) -> Any:
@@ -199,14 +195,14 @@ class StoredArray:
         """Returns a copy of the array."""
         return _copy(self.require())
 
-    def swap(self, array: Stored) -> None:
+    def swap(self, array: jax.Array) -> None:
         """Makes `array`, which nobody else may hold, the stored one."""
         with self.lock:
             self.lock.settle()
             self.put(array)
             self.complete, self.is_lost = None, False
 
-    def put(self, array: Stored | None) -> None:
+    def put(self, array: jax.Array | None) -> None:
         """Stores an array, with the lock held and all arrays with their variables."""
         self.lock.hide()
         self.array = array
@@ -218,43 +214,136 @@ class StoredArray:
         self.put(None)
         self.is_lost = True
 
-    def keep(self) -> Stored | None:
-        """Returns what `restore` needs to undo all later swaps."""
-        return None if self.read() is None else self.hand_out()
-
-    def restore(self, kept: Stored | None) -> None:
-        """Restores the array that was stored when `keep` was called."""
-        with self.lock:
-            self.lock.settle()
-            self.put(kept)
-            self.is_private = False
+    @contextlib.contextmanager
+    def undone_if_it_raises(self) -> Generator[None]:
+        """A context in which writes take effect at once: all of them or, if it raises, none."""
+        former = None if self.read() is None else self.hand_out()
+        num_changes = self._num_changes
+        try:
+            yield
+        except BaseException:
+            with self.lock:
+                self.lock.settle()
+                if self._num_changes != num_changes:
+                    self.put(former)
+                    self.is_private = False
+            raise
 
     def complete_creation(self) -> None:
         """Stores the initial value left over from a trace that did not finish."""
         if self.complete is not None and self.read() is None:
             self.complete()
 
+    # -- the value, in global form ------------------------------------------------
+
+    def value(self) -> Any:
+        """Returns the value, for anyone to keep."""
+        return self._as_value(self.hand_out())
+
+    def _as_value(self, array: jax.Array) -> Any:
+        value = self.layout.from_stored(array, self._shape)
+        is_safe = value is array or self.layout.hands_out_copies
+        return value if is_safe else jnp.copy(value)
+
+    def components(
+        self, split: Callable[[jax.Array], tuple[jax.Array, ...]]
+    ) -> tuple[jax.Array, ...]:
+        """Returns the components that `split` makes of the value; those that users hold, as then.
+
+        So ``value in local_results(value_container(value))`` is true by identity; `==` on arrays
+        has no single truth value.
+        """
+        with self.lock:
+            array = self.hand_out()
+            parts = split(self._as_value(array))
+            held = [reference() for reference in self._components]
+            if held and held[0] is array:
+                pairs = zip(held[1:], parts, strict=True)
+                parts = tuple(new if old is None else old for old, new in pairs)
+            self._components = tuple(map(weakref.ref, (array, *parts)))
+        handed_out.update((id(part), part) for part in parts)
+        return parts
+
+    def store(self, value: jax.Array) -> None:
+        """Stores `value`, which nobody else may hold."""
+        sharding = self.layout.sharding
+        stored = self.layout.to_stored(value)
+        is_array = isinstance(stored, jax.Array)
+        # Always committed to its sharding, as what a step returns is: else the step compiles twice.
+        in_place = is_array and stored.committed and stored.sharding == sharding
+        if not in_place and not (is_array and sharding is None):
+            stored = transfer(stored, sharding)
+        self.swap(stored)
+
+    def set(self, value: Array) -> None:
+        """Stores a value [...], or that of every component; what it holds on the host is ours."""
+        value = self.on_own_devices(value)
+        whole: Any = module_of(value).broadcast_to(value, self._global_shape)
+        self.store(jnp.copy(whole) if isinstance(whole, jax.Array) else whole)
+
+    def add(self, amount: Array, *, negated: bool = False) -> None:
+        """Adds to the value, or subtracts: where it is, so that no change by others is lost."""
+        amount = jnp.asarray(self.on_own_devices(amount))
+        with self.lock:
+            value = self.layout.from_stored(self.require(), self._shape)
+            self.store(value - amount if negated else value + amount)
+
+    def on_own_devices(self, value: Array) -> Any:
+        """Returns `value` on devices where it can be combined with the stored array."""
+        sharding = self.layout.sharding
+        if not isinstance(value, jax.Array) or not value.committed or sharding is None:
+            return value
+        is_here = value.sharding.device_set == sharding.device_set
+        return value if is_here else jax_compat.as_uncommitted(value)
+
+    # -- its type in a trace ------------------------------------------------------
+
+    def traced_type(self) -> jax_compat.ShapedArray:
+        """Returns the type that the global value has in a trace."""
+        return self.traced_type_of(self.read())
+
+    def traced_type_of(self, stored: object) -> jax_compat.ShapedArray:
+        """Returns the type of the global value for an array in stored form, or None."""
+        plain = jax_compat.ShapedArray(self._global_shape, self._dtype)
+        is_array = isinstance(stored, jax.Array)
+        if not is_array or type_of(stored) == jax_compat.aval_of(stored):
+            return plain
+        value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self._shape))(stored)
+        return as_traced(value.out_avals[0])
+
+
+class CompileOnlyStorage(StoredArray):
+    """Where an array would be, on devices of `jax.experimental.topologies`: its type is known."""
+
+    def __init__(self, variable: Declared, lock: VariableLock):
+        super().__init__(variable, lock)
+        form = jax.eval_shape(self.layout.to_stored, struct(self._global_shape, self._dtype))
+        self.array: Any = struct(form.shape, form.dtype, self.layout.sharding)
+
+    def require(self) -> NoReturn:
+        """Raises: no array is there."""
+        raise UnsupportedError(
+            message(
+                f"variable {self.name!r} needs real devices to have a value",
+                got="a strategy on devices of jax.experimental.topologies",
+                why="programs can be compiled for such devices, but nothing runs on them",
+                fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
+            )
+        )
+
     def require_made(self) -> None:
-        """Raises as `require` does if there is no array."""
+        """Does nothing: programs may be traced and compiled."""
+
+    def store(self, value: jax.Array) -> None:
+        """Raises: there is no place."""
         self.require()
 
-    def require_present(self) -> None:
-        """Raises UnsupportedError if the variable's devices can only be compiled for."""
-        if isinstance(self.read(), jax.ShapeDtypeStruct):
-            raise UnsupportedError(_absent_text(self.name))
 
-
-class RemoteStorage(StoredArray, abc.ABC):
-    """The array of a variable that others change too, where it is kept."""
-
-    is_remote = True
-
-    @abc.abstractmethod
-    def add(self, amount: jax.Array) -> None:
-        """Adds `amount` [...] to the value where it is kept, so that no change of others is lost.
-
-        A sum that is read here and then sent would undo what they have written in between.
-        """
+def make_storage(variable: Declared, lock: VariableLock) -> StoredArray:
+    """Returns the storage of a variable on devices of this process's programs."""
+    sharding = variable.layout.sharding
+    only_compiles = sharding is not None and jax_compat.only_compiles(sharding.device_set)
+    return (CompileOnlyStorage if only_compiles else StoredArray)(variable, lock)
 
 
 #: The arrays of variables that users were given, by `id`: a call that donates its arguments copies
@@ -262,38 +351,11 @@ class RemoteStorage(StoredArray, abc.ABC):
 handed_out: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
-def hand_out(stored: StoredArray) -> Any:
-    """Returns the array of a variable, for anyone to keep: see `StoredArray.hand_out`."""
-    return stored.hand_out()
-
-
-def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns the components, reusing array objects that users still hold.
-
-    This makes ``value in local_results(value_container(value))`` true by identity; `==` on
-    arrays has no single truth value.
-
-    Args:
-      stored: the variable's array, which has been handed out.
-      parts: its components, freshly split.
-    """
-    array = stored.require()
-    former, before = stored.components
-    if former is not None and former() is array:
-        held = [reference() for reference in before]
-        parts = tuple(new if old is None else old for old, new in zip(held, parts, strict=True))
-    stored.components = weakref.ref(array), tuple(map(weakref.ref, parts))
-    handed_out.update((id(part), part) for part in parts)
-    return parts
-
-
-def _copy(array: Stored) -> Any:
+def _copy(array: jax.Array) -> Any:
     """Returns a copy, made shard by shard if the array spans several processes.
 
     Only this process may need a copy, so it cannot be a program run by all of them.
     """
-    if not isinstance(array, jax.Array):
-        return array
     if array.is_fully_addressable:
         return jnp.copy(array)
     kind = array.sharding.memory_kind
@@ -371,15 +433,6 @@ def _deleted_text(name: str) -> str:
         "donate_argnums) or deleted by hand",
         fix="donate a copy: jnp.copy(v.value); to go on: v.assign(...), or "
         "checkpointer.restore(tree)",
-    )
-
-
-def _absent_text(name: str) -> str:
-    return message(
-        f"variable {name!r} needs real devices to have a value",
-        got="a strategy on devices of jax.experimental.topologies",
-        why="programs can be compiled for such devices, but nothing runs on them",
-        fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
     )
 
 

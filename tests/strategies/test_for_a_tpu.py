@@ -84,5 +84,5 @@ def test_nothing_has_a_value_there(devices):
         lambda: strategy.run(lambda: v.assign_add(jnp.ones(4))),
     )
     for use in uses:
-        with pytest.raises(UnsupportedError, match="^variable 'v' needs devices that are there"):
+        with pytest.raises(UnsupportedError, match="^variable 'v' needs real devices"):
             use()

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.variables import access
+from distjax.variables import variable
 
 ON_READ, SUM = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
 MEAN = dj.VariableAggregation.MEAN
@@ -30,8 +30,8 @@ def programs(monkeypatch):
         monkeypatch.setattr(owner, name, told)
 
     for owner, name in [
-        (access, "call_compiled"),
-        (access, "_split_on_devices"),
+        (variable, "call_compiled"),
+        (variable, "_split_on_devices"),
         (jnp, "copy"),
         (jnp, "asarray"),
         (jnp, "broadcast_to"),

@@ -27,8 +27,15 @@ from distjax import jax_compat
 from distjax.errors import ServerLostError, message
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
-from distjax.servers.plan import Program
-from distjax.servers.programs import Given, Programs, as_view, place, raises_for_values, struct_of
+from distjax.servers.plan import (
+    Given,
+    Program,
+    Programs,
+    as_view,
+    place,
+    raises_for_values,
+    struct_of,
+)
 from distjax.typing import ArrayLike
 
 
@@ -136,10 +143,6 @@ class ParameterServer(Protocol):
 
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is over, now or later, and rejects its further pushes."""
-        ...
-
-    def withdraw(self, closure: int) -> bool:
-        """Rejects further pushes of a closure, at once; returns whether it has changed a value."""
         ...
 
     def snapshot(self) -> ServerSnapshot:
@@ -253,15 +256,14 @@ class Applied:
         """Returns how many versions after `version` an open closure has itself created."""
         return sum(own.version > version for own in self._open[closure].answers.values())
 
-    def mark_done(self, closure: int) -> bool:
-        """Drops the answers, and returns whether there were any; later pushes are rejected."""
-        record = self._open.pop(closure, None)
+    def mark_done(self, closure: int) -> None:
+        """Drops the answers of a closure that is over; later pushes are rejected."""
+        self._open.pop(closure, None)
         if closure >= self.watermark:
             self._done.add(closure)
         while self.watermark in self._done:
             self._done.remove(self.watermark)
             self.watermark += 1
-        return record is not None and bool(record.answers)
 
     def restart(self, watermark: int) -> None:
         """Drops all answers; closures with numbers below `watermark` are done, too."""
@@ -456,11 +458,8 @@ class Server(ParameterServer):
             return answer
 
     def mark_done(self, closure: int) -> None:
-        self.withdraw(closure)
-
-    def withdraw(self, closure: int) -> bool:
         with self._lock:
-            return self._applied.mark_done(closure)
+            self._applied.mark_done(closure)
 
     # -- snapshots and loss ---------------------------------------------------
 

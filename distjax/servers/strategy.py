@@ -27,16 +27,14 @@ from distjax.placement.topology import (
     one_device_topology,
 )
 from distjax.replica.arguments import require_call
-from distjax.servers.calls import run_step
+from distjax.servers.board import Board
+from distjax.servers.coordinator import run_step
 from distjax.servers.cutting.description import CutDescription, describe_plan
 from distjax.servers.cutting.plans import Cutter
-from distjax.servers.engine import Engine, ServerStrategy
-from distjax.servers.plan import StepPlan
-from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
+from distjax.servers.engine import Engine, ThreadEngine
+from distjax.servers.plan import Programs, StepPlan, outs_of, sharding_of, struct_of
 from distjax.servers.server import ParameterServer
 from distjax.servers.storage import ServerPlacement, ServerStorage, make_parts
-from distjax.servers.threads import ThreadEngine
-from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.inspection import StrategyDescription
 from distjax.strategies.job_devices import warn_if_alone
@@ -54,21 +52,21 @@ class ParameterServerExtended(StrategyExtended):
 
     Args:
       topology: the replicas of a worker, all on the device where the user's process gets values.
-      engine: runs workers and servers.
+      board: of its closures; its engine runs workers and servers.
       num_servers: how many servers there are.
       partitioner: says into how many shards a variable is split; None: none is split.
       cut: "least_bytes" or "arguments".
       run_closure: runs a function with its arguments as one closure, and waits for its result.
 
     Attributes:
-      engine: as given.
+      board: as given.
       cutter: cuts steps.
     """
 
     def __init__(
         self,
         topology: Topology,
-        engine: Engine,
+        board: Board,
         num_servers: int,
         partitioner: Partitioner | None,
         cut: str,
@@ -78,7 +76,7 @@ class ParameterServerExtended(StrategyExtended):
         self.at_servers = ServerPlacement(num_servers, device, partitioner)
         self._device = device
         super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
-        self.engine = engine
+        self.board = board
         self.run_closure = run_closure
         self.cutter = Cutter(topology, num_servers, cut, lambda: self.strategy)
         self._numbers = itertools.count()
@@ -86,7 +84,7 @@ class ParameterServerExtended(StrategyExtended):
     @property
     def servers(self) -> Sequence[ParameterServer]:
         """The servers."""
-        return self.engine.servers
+        return self.board.engine.servers
 
     def call_for_each_replica(
         self,
@@ -104,9 +102,7 @@ class ParameterServerExtended(StrategyExtended):
 
     def pause_writers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which no closure runs."""
-        strategy: object = self.strategy
-        assert isinstance(strategy, ServerStrategy), "this is the inside of one"
-        return board_of(strategy).paused()
+        return self.board.paused()
 
     # -- variables ------------------------------------------------------------
 
@@ -222,9 +218,10 @@ class ParameterServerStrategy(Strategy):
             max_staleness,
         )
         topology = one_device_topology(devices[0], homes[0].num_replicas, axis_name)
+        self.board = Board(self.engine)
         run_closure = functools.partial(run_step, self)
         super().__init__(
-            ParameterServerExtended(topology, self.engine, servers, partitioner, cut, run_closure)
+            ParameterServerExtended(topology, self.board, servers, partitioner, cut, run_closure)
         )
 
     @property

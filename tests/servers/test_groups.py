@@ -12,9 +12,8 @@ from jax import lax
 
 import distjax as dj
 from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.servers.attempt import Attempt
-from distjax.servers.engine import Task, WorkerDied
-from distjax.servers.programs import Programs
+from distjax.servers.engine import Attempt, Task, WorkerDied
+from distjax.servers.plan import Programs
 from distjax.servers.server import Answer
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
@@ -197,7 +196,7 @@ def test_asynchronous_groups_equal_their_replay_while_workers_die(seed):
     for version in range(before + 1, server.version + 1):
         closure, attempt = record.applied[0][version]
         plan, arrays = strategy.cut_step(training.step, of_closure[closure], None)
-        task = Task(closure, attempt, plan, arrays, lambda: None)
+        task = Task(closure, attempt, plan, arrays)
         again = Attempt(task, history, programs, home)
         history.pulled = record.pulled[closure, attempt][0] - before
         again.pull()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers import worker_threads
+from distjax.servers import board as boards
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.server import add_totals
@@ -161,16 +161,10 @@ def test_totals_can_be_read_while_pushes_are_counted():
 
 
 def test_workers_have_time_to_end_when_the_process_does(monkeypatch):
-    waited = []
-
-    class Live:
-        board = Coordinator(make())._board
-
-        def wait(self, timeout):
-            waited.append(timeout)
-
-    monkeypatch.setattr(worker_threads, "_alive", [Live()])
-    worker_threads.end_all(-1)  # in a forked child, which has none of the threads
+    waited, coordinator = [], Coordinator(make())
+    monkeypatch.setattr(coordinator._board, "wait_for_workers", waited.append)
+    monkeypatch.setattr(boards, "_opened", [coordinator._board])
+    boards.end_all(-1)  # in a forked child, which has none of the threads
     assert not waited
-    worker_threads.end_all(os.getpid())
+    boards.end_all(os.getpid())
     assert waited[0] >= 60  # a program that runs when the interpreter is gone aborts the process

@@ -174,11 +174,14 @@ def eval_opened(
 
 def open_code(code: Code) -> Code:
     """Returns the code with its calls inlined."""
-    keys = {"jaxpr", "call_jaxpr"}
-    opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
     avals = [aval_of_atom(v) for v in code.inputs]
-    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens)
+    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens_call)
     return trace_code(run, avals)
+
+
+def opens_call(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a call that can be inlined."""
+    return eqn.primitive.name in CALLS and not {"jaxpr", "call_jaxpr"}.isdisjoint(eqn.params)
 
 
 def _places(eqn: JaxprEqn) -> bool:

@@ -50,13 +50,7 @@ from distjax.servers.cutting.code import (
     require_small,
     trace_code,
 )
-from distjax.servers.cutting.least_bytes import (
-    equations_at_worker,
-    move_to_worker,
-    opened,
-    slices_of_operands,
-)
-from distjax.servers.cutting.staging import (
+from distjax.servers.cutting.stages import (
     Localities,
     TracedStage,
     find_localities,
@@ -68,7 +62,11 @@ from distjax.servers.cutting.update import (
     ServerShare,
     Update,
     cut_by_owner,
+    equations_at_worker,
     join_answers,
+    move_to_worker,
+    opened,
+    slices_of_operands,
     trace_update,
 )
 from distjax.servers.plan import Push, Stage, StepPlan

@@ -21,12 +21,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
 from distjax.errors import ClosureError, UnsupportedError, message
-from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
-from distjax.servers.elements import Place
-from distjax.servers.plan import Program, Push, Stage, StepPlan
-from distjax.servers.programs import struct_of
+from distjax.servers.plan import Program, Push, Stage, StepPlan, struct_of
 from distjax.typing import PyTree
 from distjax.user_lines import is_library_file
 
@@ -49,8 +46,6 @@ class Disguised(NamedTuple):
     dtype: str
     is_key: bool
 
-
-_SMALL = 1 << 20  # bytes: below this a call's own transfer is faster than placing the array first
 
 #: The wire form of one array.
 OnWire = np.ndarray | Disguised
@@ -80,27 +75,6 @@ def from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
         placed: list[jax.Array] = transfer_each(list(map(_as_host, arrays)), sharding)
         found = map(_as_key, arrays, placed)
         return treedef.unflatten([next(found) if isinstance(x, OnWire) else x for x in leaves])
-
-
-def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
-    """Returns arrays for a program on a device; small ones stay in numpy, moved by its call."""
-    placed = iter(from_wire([x for x in sent if not _stays_on_host(x)], device))
-    return [x if _stays_on_host(x) else next(placed) for x in sent]  # type: ignore[misc]
-
-
-def arrives_as(aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """Returns the struct of an array that `for_programs` will return."""
-    is_plain = not jax_compat.is_key_dtype(aval.dtype) and aval.dtype.kind != "V"
-    is_on_host = is_plain and _is_small(aval.dtype.itemsize, aval.size)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if is_on_host else sharding)
-
-
-def _stays_on_host(sent: OnWire) -> bool:
-    return isinstance(sent, np.ndarray) and _is_small(sent.itemsize, sent.size)
-
-
-def _is_small(itemsize: int, size: int) -> bool:
-    return itemsize < 8 and itemsize * size <= _SMALL
 
 
 def _as_host(sent: OnWire) -> np.ndarray:
@@ -173,6 +147,20 @@ def _not_portable(text: str) -> str:
 # -- orders to a worker -------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where an array is: in which of the elements that an order names.
+
+    Attributes:
+      element: the number of the element, among these.
+      number: the number of the array in it.
+      dtype: the dtype in which it is wanted.
+    """
+
+    element: int
+    number: int
+    dtype: np.dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """An order to a worker to run an attempt.
@@ -210,11 +198,7 @@ class ServerGone:
 
 
 class Unknown:
-    """The worker does not know an order's plan, servers or data: see `WorkerActor.add_plan`."""
-
-
-class Stopped(Exception):
-    """The closure is no longer wanted."""
+    """The worker does not know an order's plan, or the servers: see `WorkerActor.add_plan`."""
 
 
 #: The result of a call to a worker; None: continue.

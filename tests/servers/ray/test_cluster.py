@@ -17,9 +17,9 @@ import distjax as dj
 from distjax.context.thread_settings import ProgramModes
 from distjax.errors import ClusterError, UnsupportedError
 from distjax.servers.on_ray import processes
+from distjax.servers.on_ray.actors import WorkerActor, _Gone
 from distjax.servers.on_ray.processes import RayWorkers
 from distjax.servers.on_ray.wire import Order, ServerGone, StableFunction
-from distjax.servers.on_ray.worker import WorkerActor, _Gone
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
 
@@ -124,16 +124,16 @@ def test_a_process_that_did_not_start_is_replaced_once():
 
 def test_a_lost_server_ends_the_attempt(monkeypatch):
     actor = WorkerActor(1, "replica")
-    actor._plans, actor._epoch, actor._stopped = {3: None}, 1, {7}
+    actor._plans, actor._epoch = {3: None}, 1
     order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
 
-    def begin(order):
+    def begin(order, elements):
         actor._attempts[order.closure] = "in progress"
         raise _Gone(2)
 
     monkeypatch.setattr(actor, "_begin", begin)
     assert actor.run(order) == ServerGone(2)
-    assert not actor._attempts and not actor._stopped
+    assert not actor._attempts
 
 
 def test_ray_is_an_extra(monkeypatch):
@@ -169,16 +169,16 @@ def test_a_callback_is_refused_where_a_program_is_read_too():
 def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
     import ray
 
-    from distjax.servers.on_ray import cluster as module
+    from distjax.servers.on_ray import processes as module
 
     ended = []
     monkeypatch.setattr(module, "_started", True)
     monkeypatch.setattr(module, "_folder", tmp_path)
     monkeypatch.setattr(module, "end_all", lambda pid: ended.append("threads"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("cluster"))
-    module._end(os.getpid() + 1)  # as in a process that was forked
+    module._end_cluster(os.getpid() + 1)  # as in a process that was forked
     assert not ended and tmp_path.exists() and module._started
-    module._end(os.getpid())
+    module._end_cluster(os.getpid())
     assert ended == ["threads", "cluster"] and not tmp_path.exists()
 
 

@@ -136,6 +136,24 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
     return f"{expected}.\n  Got: {got}.\n  Why: {why}.\n  Fix: {fix}"
 
 
+def require(
+    is_so: object,
+    expected: str,
+    *,
+    got: str,
+    why: str,
+    fix: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raises an error with the message of these parts unless `is_so`.
+
+    Example:
+      >>> require(5 > 4, "f() needs 5", got="4", why="it is more", fix="f(5)")
+    """
+    if not is_so:
+        raise error(message(expected, got=got, why=why, fix=fix))
+
+
 def as_part(text: str) -> str:
     """Returns another process's text, possibly multi-part, as one part of a message.
 

@@ -96,15 +96,15 @@ class Build:
         locks = {id(v.stored.lock): v.stored.lock for v in self.variables} or {0: VariableLock()}
         is_one = len(locks) == 1
         self.lock: Any = next(iter(locks.values())) if is_one else SeveralLocks(locks.values())
+        launchers = (launch(self) for launch in hooks.launchers)
+        self._launch_elsewhere = next(filter(None, launchers), None)
         # Whether arrays stay in the list after a launch; others change what is kept elsewhere.
-        self._keeps = is_one and not any(v.stored.is_remote for v in self.variables)
+        self._keeps = is_one and self._launch_elsewhere is None
         self._newest: NewestArrays | None = None
         self._offer = _Offer()
         self.watchers = hooks.watchers_of(self)
         if is_throttled() and self.spans_devices:
             self.watchers.append(hooks.Watcher(after=_throttle))
-        launchers = (launch(self) for launch in hooks.launchers)
-        self._launch_elsewhere = next(filter(None, launchers), None)
         self._begins = [w.begin for w in self.watchers if w.begin is not None]
         self._ends = [w.end for w in self.watchers if w.end is not None]
         self._afters = [w.after for w in self.watchers if w.after is not None]

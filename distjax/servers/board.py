@@ -33,7 +33,14 @@ import jax
 import numpy as np
 
 from distjax.context.thread_settings import modes_of_this_thread, settings_of_this_thread
-from distjax.errors import ClosureError, ContextError, EndOfDataError, ServerLostError, message
+from distjax.errors import (
+    ClosureError,
+    ContextError,
+    EndOfDataError,
+    ServerLostError,
+    message,
+    require,
+)
 from distjax.interrupts import interrupts
 from distjax.program.functions import FunctionCache
 from distjax.servers.engine import Engine, Ran, Running, Task, WorkerDied
@@ -308,40 +315,28 @@ class Pauses:
             self._ring()
 
     def require_going(self, method: str) -> None:
-        """Raises a ContextError if the calling thread keeps closures from running.
-
-        Args:
-          method: the caller, which would wait for closures forever.
-        """
+        """Raises a ContextError if the calling thread keeps closures from running."""
         self.require_not_drawing(method)
-        if threading.get_ident() not in [p.thread for p in tuple(self._pauses)]:
-            return
-        raise ContextError(
-            message(
-                f"{method} needs closures to run",
-                got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
-                why="it waits for a closure, and none runs until that ends",
-                fix="call it afterwards; until then read variables: v.value",
-            )
+        require(
+            threading.get_ident() not in [p.thread for p in tuple(self._pauses)],
+            f"{method} needs closures to run",
+            got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
+            why="it waits for a closure, and none runs until that ends",
+            fix="call it afterwards; until then read variables: v.value",
+            error=ContextError,
         )
 
     def require_not_drawing(self, method: str) -> None:
-        """Raises a ContextError if the calling thread draws an element for a closure.
-
-        Args:
-          method: the caller, which would wait for closures, or for the same data.
-        """
-        if threading.get_ident() not in self.drawing:
-            return
-        raise ContextError(
-            message(
-                f"{method} needs to be called outside of per-worker data",
-                got="a call in the function or dataset of create_per_worker_dataset",
-                why="a worker makes an element there for its closure, and both would wait for each "
-                "other forever",
-                fix="read variables there: v.value; or make the elements in your own loop: "
-                "coordinator.schedule(step, args=(element,))",
-            )
+        """Raises a ContextError if the calling thread draws an element for a closure."""
+        require(
+            threading.get_ident() not in self.drawing,
+            f"{method} needs to be called outside of per-worker data",
+            got="a call in the function or dataset of create_per_worker_dataset",
+            why="a worker makes an element there for its closure, and both would wait for each "
+            "other forever",
+            fix="read variables there: v.value; or make the elements in your own loop: "
+            "coordinator.schedule(step, args=(element,))",
+            error=ContextError,
         )
 
 
@@ -578,11 +573,7 @@ class Board:
         return ids
 
     def remove_workers(self, choose: Callable[[list[int]], Sequence[int]]) -> None:
-        """Ends workers after the closures they have in hand, and waits until they have ended.
-
-        Args:
-          choose: returns which, of the ids that there are.
-        """
+        """Ends workers after the closures they have in hand, and waits until they have ended."""
         with self._choosing:
             ids = choose([worker.number for worker in self.active_workers()])
             workers = [self.workers[number] for number in ids]
@@ -875,12 +866,8 @@ _opened: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 def end_all(pid: int) -> None:
-    """Ends all threads: calling JAX during interpreter shutdown would crash it.
-
-    Args:
-      pid: the process of the threads; a forked child has none.
-    """
-    boards = list(_opened) if os.getpid() == pid else []
+    """Ends all threads: calling JAX during interpreter shutdown would crash it."""
+    boards = list(_opened) if os.getpid() == pid else []  # a forked child has none of the threads
     for board in boards:
         board.close()
     for board in boards:

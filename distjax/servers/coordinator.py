@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.data.options import InputContext
-from distjax.errors import ContextError, describe_value, message
+from distjax.errors import ContextError, describe_value, message, require
 from distjax.integers import require_int
 from distjax.interrupts import interrupts
 from distjax.placement.transfer import without_alias
@@ -32,7 +32,7 @@ from distjax.servers.per_worker import (
     PerWorkerValues,
     Position,
     RemoteArray,
-    refuse_pickle,
+    refuses_pickle,
     require_source,
 )
 from distjax.servers.server import ServerSnapshot, add_totals
@@ -101,39 +101,31 @@ class RemoteValue:
         require_outside_of_steps(method)
         if not self.done():
             self._board.pauses.require_going(method)
-        if not self._board.waiters.wait_until(lambda: self._closure.is_over, timeout):
-            raise TimeoutError(
-                message(
-                    f"{method} needs {self._closure!r} to end within {timeout} s",
-                    got=f"one that is {self._closure.state.value}",
-                    why="its worker has not got that far yet",
-                    fix="wait longer; coordinator.stats() says what workers do",
-                )
-            )
+        require(
+            self._board.waiters.wait_until(lambda: self._closure.is_over, timeout),
+            f"{method} needs {self._closure!r} to end within {timeout} s",
+            got=f"one that is {self._closure.state.value}",
+            why="its worker has not got that far yet",
+            fix="wait longer; coordinator.stats() says what workers do",
+            error=TimeoutError,
+        )
 
     def __repr__(self) -> str:
         return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
 
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(self, "pickle what it stands for: value.fetch()")
+    __reduce__ = refuses_pickle("pickle what it stands for: value.fetch()")
 
 
 def require_outside_of_steps(method: str) -> None:
-    """Raises a ContextError in a replica function.
-
-    Args:
-      method: the method that may not be called there.
-    """
-    if not frames.current().is_replica:
-        return
-    raise ContextError(
-        message(
-            f"{method} needs to be called outside of a replica function",
-            got=f"a call in {frames.current().name}",
-            why="a step is traced, and then runs at workers, which have no coordinator",
-            fix="call it in the code that schedules the step; give the step values as arguments: "
-            "args=(value.get(),)",
-        )
+    """Raises a ContextError in a replica function."""
+    require(
+        not frames.current().is_replica,
+        f"{method} needs to be called outside of a replica function",
+        got=f"a call in {frames.current().name}",
+        why="a step is traced, and then runs at workers, which have no coordinator",
+        fix="call it in the code that schedules the step; give the step values as arguments: "
+        "args=(value.get(),)",
+        error=ContextError,
     )
 
 
@@ -194,14 +186,6 @@ def cut_call(
     is_reported: bool = True,
 ) -> Closure:
     """Returns a closure for the board; errors of its trace are raised here.
-
-    Args:
-      board: the strategy's board.
-      strategy: cuts the step.
-      fn: the step.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      is_reported: whether `join` should raise its error too.
 
     Raises:
       ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
@@ -297,15 +281,12 @@ def _no_workers(source: PerWorkerSource) -> str:
 
 def _require_no_remote_value(leaves: Sequence[object]) -> None:
     found = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
-    if found is None:
-        return
-    raise ValueError(
-        message(
-            "a step needs arguments that are there when it is scheduled",
-            got=repr(found),
-            why="its closure might come before the one that it waits for",
-            fix="coordinator.schedule(step, args=(value.get(),))",
-        )
+    require(
+        found is None,
+        "a step needs arguments that are there when it is scheduled",
+        got=repr(found),
+        why="its closure might come before the one that it waits for",
+        fix="coordinator.schedule(step, args=(value.get(),))",
     )
 
 
@@ -378,8 +359,13 @@ class Coordinator:
         _require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
         self._strategy = strategy
         self._board = strategy.board
-        if not self._board.open(queue_size):
-            raise ValueError(_taken_text(strategy))
+        require(
+            self._board.open(queue_size),
+            "Coordinator needs a strategy that has no other",
+            got=f"{strategy!r}, which has one that is open",
+            why="two would share its workers' turns and its servers' order",
+            fix="use that one, or close it first: coordinator.close()",
+        )
         self._before = add_totals(s.report().totals for s in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
@@ -436,16 +422,14 @@ class Coordinator:
         """
         self._require_ready("join")
         self._board.pauses.require_going("join")
-        if not self._board.waiters.wait_until(self._board.is_empty, timeout):
-            raise TimeoutError(
-                message(
-                    f"join needs all closures to end within {timeout} s",
-                    got=f"{len(self._board.queue)} in the queue and "
-                    f"{len(self._board.running)} running",
-                    why="the workers have not got that far yet",
-                    fix="wait longer; coordinator.stats() says what workers do",
-                )
-            )
+        require(
+            self._board.waiters.wait_until(self._board.is_empty, timeout),
+            f"join needs all closures to end within {timeout} s",
+            got=f"{len(self._board.queue)} in the queue and {len(self._board.running)} running",
+            why="the workers have not got that far yet",
+            fix="wait longer; coordinator.stats() says what workers do",
+            error=TimeoutError,
+        )
         self._board.raise_error()
 
     def done(self) -> bool:
@@ -610,15 +594,15 @@ class Coordinator:
         if snapshot is not None:
             require_snapshot(snapshot, self._strategy)
         snapshot = snapshot or self._snapshot
-        if snapshot is None:
-            raise RuntimeError(
-                message(
-                    "restore needs a snapshot",
-                    got="none, and none was taken",
-                    why="servers go back to what they had when it was taken",
-                    fix="snapshot = coordinator.snapshot(), now and then",
-                )
-            )
+        require(
+            snapshot is not None,
+            "restore needs a snapshot",
+            got="none, and none was taken",
+            why="servers go back to what they had when it was taken",
+            fix="snapshot = coordinator.snapshot(), now and then",
+            error=RuntimeError,
+        )
+        assert snapshot is not None, "as was checked"
         with self._board.paused(is_restore=True):
             num_over = self._board.undo(snapshot.closures)
             # From here on, servers reject pushes for any closure from before that.
@@ -662,25 +646,22 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"Coordinator({self._strategy!r})"
 
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(
-            self, "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
-        )
+    __reduce__ = refuses_pickle(
+        "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
+    )
 
     def _require_ready(self, method: str, *, waits: bool = True) -> None:
         """Raises unless a method, which may wait for workers, can be called here and now."""
         require_outside_of_steps(method)
         if waits:
             self._board.pauses.require_not_drawing(method)
-        if self._closing.alive:
-            return
-        raise RuntimeError(
-            message(
-                f"{method} needs an open coordinator",
-                got="one that was closed",
-                why="its workers have ended",
-                fix="coordinator = dj.Coordinator(strategy) opens another",
-            )
+        require(
+            self._closing.alive,
+            f"{method} needs an open coordinator",
+            got="one that was closed",
+            why="its workers have ended",
+            fix="coordinator = dj.Coordinator(strategy) opens another",
+            error=RuntimeError,
         )
 
 
@@ -699,16 +680,14 @@ def _not_ended(left: Sequence[str], timeout: float | None) -> str:
 def require_servers(strategy: object) -> None:
     """Raises a TypeError unless it is a strategy that has parameter servers."""
     # A `dj.compat` adapter has all names of the strategy it wraps, and would get another board.
-    if isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"):
-        return
-    raise TypeError(
-        message(
-            "Coordinator needs a ParameterServerStrategy",
-            got=describe_value(strategy),
-            why="it schedules steps on workers that have parameter servers",
-            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); for a dj.compat adapter of "
-            "one: dj.Coordinator(strategy.wrapped)",
-        )
+    require(
+        isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"),
+        "Coordinator needs a ParameterServerStrategy",
+        got=describe_value(strategy),
+        why="it schedules steps on workers that have parameter servers",
+        fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); for a dj.compat adapter of "
+        "one: dj.Coordinator(strategy.wrapped)",
+        error=TypeError,
     )
 
 
@@ -735,15 +714,6 @@ def _require_positive(value: object, method: str, name: str, fix: str) -> None:
     require_int(f"{method}: {name}", value, 1, why=why, fix=fix)
 
 
-def _taken_text(strategy: ServerStrategy) -> str:
-    return message(
-        "Coordinator needs a strategy that has no other",
-        got=f"{strategy!r}, which has one that is open",
-        why="two would share its workers' turns and its servers' order",
-        fix="use that one, or close it first: coordinator.close()",
-    )
-
-
 def _choose(ids_or_n: int | Iterable[int], known: list[int]) -> list[int]:
     """Returns the ids of the workers to remove, of those that there are."""
     if isinstance(ids_or_n, Iterable):
@@ -751,14 +721,12 @@ def _choose(ids_or_n: int | Iterable[int], known: list[int]) -> list[int]:
     else:
         _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
         ids = known[-ids_or_n:]
-    if set(ids) < set(known):
-        return ids
-    raise ValueError(
-        message(
-            "remove_workers needs the ids of existing workers, and one worker to remain",
-            got=f"{ids_or_n!r}, of the workers {known}",
-            why="something has to run what is scheduled",
-            fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
-            "coordinator.close() ends all",
-        )
+    require(
+        set(ids) < set(known),
+        "remove_workers needs the ids of existing workers, and one worker to remain",
+        got=f"{ids_or_n!r}, of the workers {known}",
+        why="something has to run what is scheduled",
+        fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
+        "coordinator.close() ends all",
     )
+    return ids

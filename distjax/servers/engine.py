@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from distjax.context.thread_settings import ProgramModes
 from distjax.jax_compat import ShapedArray
@@ -31,6 +31,7 @@ from distjax.servers.plan import (
     Push,
     Stage,
     StepPlan,
+    compile_traced,
     count_writes,
     outs_of,
     place,
@@ -278,50 +279,35 @@ class Gate:
 # Everything is passed on as futures: nothing here waits for a program.
 
 
-class Parcel(NamedTuple):
-    """The data sent to one server.
-
-    Attributes:
-      push: the push of the plan.
-      arrays: its operands.
-      pulled: the version pulled from this server, or None.
-    """
-
-    push: Push
-    arrays: Sequence[jax.Array]
-    pulled: int | None
-
-
 class Servers(Protocol):
     """The servers, as a worker sees them."""
 
-    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
-        """Has servers compile what they run to be pulled from."""
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
+        """Has servers compile what they will run.
+
+        Args:
+          wanted: the keys that are pulled from each.
+          pushes: stage, push, and what stands for its operands.
+        """
         ...
 
-    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
-        """Has a server compile a push for a worker's operands in these forms."""
-        ...
-
-    def pull(
-        self, wanted: Mapping[int, Sequence[str]]
-    ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
+    def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
         """Returns, by server, the version and values of the wanted keys."""
         ...
 
-    def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
+    def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
         """Sends the pushes of a stage; returns the answers in the same order."""
         ...
 
 
+#: By server: keys of variables.
+Wanted = Mapping[int, Sequence[str]]
+#: A push, its operands, and the version that was pulled from its server, if any.
+Parcel = tuple[Push, Sequence[jax.Array], int | None]
+
+
 class Attempt:
     """One attempt at a closure: the slots of its plan, and what was sent.
-
-    Args:
-      task: the task to run.
-      servers: the servers it uses.
-      programs: runs the worker's parts.
-      home: the worker's devices.
 
     Attributes:
       versions: of each server used: after its last push, or as pulled.
@@ -329,68 +315,58 @@ class Attempt:
     """
 
     def __init__(self, task: Task, servers: Servers, programs: Programs, home: Topology):
-        self._task, self._servers, self._programs, self._home = task, servers, programs, home
+        self._plan, self._servers, self._programs, self._home = task.plan, servers, programs, home
         self._slots: dict[int, jax.Array] = {}
         self._bring(task.plan.arguments, task.arrays)
-        self._pulled: dict[int, int] = {}  # versions, by server
+        self._wanted: dict[int, list[str]] = {server: [] for server in task.plan.owners.values()}
+        for _, key in task.plan.pulls:
+            self._wanted[task.plan.owners[key]].append(key)
         self.versions: dict[int, int] = {}
         self.tokens: list[jax.Array] = []
 
     @property
     def results(self) -> tuple[jax.Array, ...]:
         """The flat results."""
-        return tuple(self._slots[slot] for slot in self._task.plan.results)
+        return tuple(self._slots[slot] for slot in self._plan.results)
 
     def compile(self, compiled: CompiledPlans) -> None:
         """Compiles the plan's programs, including those of servers, unless this has been done."""
         forms = tuple([_memory_of(x) for x in self._slots.values()])
         signature = self._home.devices, ProgramModes.of_this_thread(), forms
-        compiled.compile_once(self._task.plan, signature, self._compile)
+        compiled.compile_once(self._plan, signature, self._compile)
 
-    def pull(self) -> None:
-        """Reads the snapshot: one version of each server."""
-        for server, (version, values) in self._servers.pull(self._wanted()).items():
-            self._pulled[server] = self.versions[server] = version
-            plan = self._task.plan
+    def run(self) -> Generator[Stage]:
+        """Pulls one version of each server, and runs stage after stage.
+
+        Yields each stage that pushes, when it has been computed; pushes it when asked for the next.
+        """
+        plan, pulled = self._plan, self._servers.pull(self._wanted)
+        for server, (version, values) in pulled.items():
+            self.versions[server] = version
             self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
-
-    def _wanted(self) -> dict[int, list[str]]:
-        """Returns the keys to pull from each server that the plan uses."""
-        plan = self._task.plan
-        wanted: dict[int, list[str]] = {server: [] for server in plan.owners.values()}
-        for _, key in plan.pulls:
-            wanted[plan.owners[key]].append(key)
-        return wanted
-
-    def compute(self, number: int) -> None:
-        """Runs the worker's part of a stage."""
-        stage = self._task.plan.stages[number]
-        operands = [self._slots[slot] for slot in stage.operands]
-        outs = self._outs(stage, operands)
-        results, token = self._programs.run(stage.program, operands, outs=outs)
-        self._slots.update(zip(stage.results, results, strict=True))
-        self.tokens.append(token)
-
-    def push(self, number: int) -> None:
-        """Sends the pushes of a stage to the servers."""
-        pushes = self._task.plan.stages[number].pushes
-        parcels = [
-            Parcel(
-                push,
-                [self._slots[slot] for slot in push.operands],
-                self._pulled.get(push.server),
-            )
-            for push in pushes
-        ]
-        answers = self._servers.push(self._task, number, parcels)
-        for push, answer in zip(pushes, answers, strict=True):
-            self._bring(push.answers, answer.arrays)
-            self.versions[push.server] = answer.version
-            self.tokens.append(answer.token)
+        for number, stage in enumerate(plan.stages):
+            operands = [self._slots[slot] for slot in stage.operands]
+            outs = self._outs(stage, operands)
+            results, token = self._programs.run(stage.program, operands, outs=outs)
+            self._slots.update(zip(stage.results, results, strict=True))
+            self.tokens.append(token)
+            if not stage.pushes:
+                continue
+            yield stage
+            version_of = lambda server: pulled[server][0] if server in pulled else None
+            sent = [
+                (push, [self._slots[slot] for slot in push.operands], version_of(push.server))
+                for push in stage.pushes
+            ]
+            answers = self._servers.push(number, sent)
+            for push, answer in zip(stage.pushes, answers, strict=True):
+                self._bring(push.answers, answer.arrays)
+                self.versions[push.server] = answer.version
+                self.tokens.append(answer.token)
 
     def _compile(self) -> None:
-        self._servers.compile_pull(self._wanted())
         known: dict[int, Given] = {**self._slots}
+        pushes: list[tuple[int, Push, Sequence[Given]]] = []
 
         def forms(slots: Sequence[int], avals: Sequence[ShapedArray]) -> list[Given]:
             for slot, aval in zip(slots, avals, strict=True):
@@ -398,33 +374,30 @@ class Attempt:
                     known[slot] = struct_of(aval, self._sharding(slot))
             return [known[slot] for slot in slots]
 
-        for number, stage in enumerate(self._task.plan.stages):
+        for number, stage in enumerate(self._plan.stages):
             operands = forms(stage.operands, stage.program.avals)
             outs = self._outs(stage, operands)
-            results = self._programs.compile(stage.program, operands, outs=outs)
+            results = compile_traced(self._programs.trace(stage.program, operands, outs=outs))
             for slot, result in zip(stage.results, results, strict=True):
                 known[slot] = result.update(sharding=self._sharding(slot))
             for push in stage.pushes:
                 sent = forms(push.operands, push.program.avals[len(push.takes) :])
-                self._servers.compile(self._task, number, push, sent)
+                pushes.append((number, push, sent))
+        self._servers.compile(self._wanted, pushes)
 
     def _outs(self, stage: Stage, operands: Sequence[Given]) -> OutShardings | None:
         """Returns the out_shardings of a program; None if its operands say where it runs."""
         if self._home.mesh is not None:
-            return outs_of(stage, self._task.plan, self._home)
+            return outs_of(stage, self._plan, self._home)
         return None if any(map(_is_placed, operands)) else self._home.mirrored
 
     def _bring(self, slots: Sequence[int], arrays: Sequence[Argument]) -> None:
         """Fills slots with arrays from elsewhere."""
-        if self._home.mesh is None:
-            placed = place(arrays, self._home.devices[0])
-        else:
-            pairs = zip(slots, arrays, strict=True)
-            placed = [place([x], self._sharding(slot))[0] for slot, x in pairs]
-        self._slots.update(zip(slots, placed, strict=True))
+        for slot, array in zip(slots, arrays, strict=True):
+            self._slots[slot] = place(array, self._sharding(slot))
 
     def _sharding(self, slot: int) -> Sharding:
-        return sharding_of(slot, self._task.plan, self._home)
+        return sharding_of(slot, self._plan, self._home)
 
 
 def _is_placed(array: Given) -> bool:
@@ -492,31 +465,26 @@ class ThreadEngine(Engine):
         home = self._homes[worker % len(self._homes)]
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
-        near = _NearServers(self._servers, home, ask)
+        near = _NearServers(self._servers, home, task, ask)
         with jax.default_device(home.devices[0]):
             attempt = Attempt(task, near, self._programs, home)
             attempt.compile(self._compiled)
             with self._gate.admitted(task.closure, count_writes(task.plan)):
-                self._run_stages(attempt, task, ask)
+                ask("pull")
+                stages = attempt.run()
+                stage = next(stages, None)
+                while stage is not None:
+                    if len(self._seen) > 1:
+                        jax.block_until_ready(attempt.tokens)
+                    ask("before_push")
+                    with self._gate.turn(task.closure, stage):
+                        stage = next(stages, None)
+                    ask("after_push")
         versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
         return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
 
     def end_worker(self, worker: int) -> None:
         self._seen.discard(worker)
-
-    def _run_stages(self, attempt: Attempt, task: Task, ask: Callable[[str], None]) -> None:
-        ask("pull")
-        attempt.pull()
-        for number, stage in enumerate(task.plan.stages):
-            attempt.compute(number)
-            if not stage.pushes:
-                continue
-            if len(self._seen) > 1:
-                jax.block_until_ready(attempt.tokens)
-            ask("before_push")
-            with self._gate.turn(task.closure, stage):
-                attempt.push(number)
-            ask("after_push")
 
     def _ask(self, point: str, worker: int, closure: int) -> None:
         """Lets the fault function raise."""
@@ -527,41 +495,24 @@ class ThreadEngine(Engine):
 class _NearServers:
     """The servers, as a worker in the same process sees them."""
 
-    def __init__(self, servers: Sequence[Server], home: Topology, ask: Callable[[str], None]):
-        self._servers, self._home, self._ask = servers, home, ask
+    def __init__(
+        self, servers: Sequence[Server], home: Topology, task: Task, ask: Callable[[str], None]
+    ):
+        self._servers, self._home, self._task, self._ask = servers, home, task, ask
 
-    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
         for number, keys in wanted.items():
             self._servers[number].compile_pull(keys, self._home)
+        for _, push, operands in pushes:
+            self._servers[push.server].compile(push, operands)
 
-    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
-        server = self._servers[push.server]
-        sharding = SingleDeviceSharding(server.device)
-        avals = push.program.avals[len(push.takes) :]
-        forms = [
-            x if isinstance(x, np.ndarray) else struct_of(aval, sharding)
-            for x, aval in zip(operands, avals, strict=True)
-        ]
-        server.compile(push.program, push.takes, push.writes, forms)
-
-    def pull(
-        self, wanted: Mapping[int, Sequence[str]]
-    ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
+    def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
         return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}
 
-    def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
-        return [self._push(task, stage, parcel) for parcel in parcels]
-
-    def _push(self, task: Task, stage: int, parcel: Parcel) -> Answer:
-        push = parcel.push
-        return self._servers[push.server].push(
-            task.closure,
-            stage,
-            task.attempt,
-            push.program,
-            push.takes,
-            push.writes,
-            parcel.arrays,
-            pulled=parcel.pulled,
-            before=lambda: self._ask("server"),
-        )
+    def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
+        key = self._task.closure, stage, self._task.attempt
+        before = lambda: self._ask("server")
+        return [
+            self._servers[push.server].push(key, push, arrays, pulled=pulled, before=before)
+            for push, arrays, pulled in sent
+        ]

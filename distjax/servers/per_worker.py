@@ -21,7 +21,7 @@ import numpy as np
 
 from distjax.data.options import InputContext
 from distjax.data.reader import drop, keeps_position
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, message, require
 from distjax.placement.transfer import without_alias
 from distjax.typing import DTypeLike, PyTree
 
@@ -239,24 +239,24 @@ Argument = jax.Array | np.ndarray | RemoteArray
 # -- for the user -------------------------------------------------------------
 
 
-def refuse_pickle(value: object, fix: str) -> NoReturn:
-    """Refuses to pickle an object that is tied to workers and closures of this process.
+def refuses_pickle(fix: str) -> Callable[[Any], NoReturn]:
+    """Returns a `__reduce__` of objects that are tied to workers and closures of this process.
 
     Args:
-      value: the object.
-      fix: what to do instead.
-
-    Raises:
-      TypeError: always.
+      fix: what to pickle instead.
     """
-    raise TypeError(
-        message(
-            f"{value!r} needs to stay in its process",
-            got=f"pickle of a {type(value).__name__}, or of what holds one",
-            why="workers, closures and what they draw belong to this process",
-            fix=fix,
+
+    def refuse(self: object) -> NoReturn:
+        raise TypeError(
+            message(
+                f"{self!r} needs to stay in its process",
+                got=f"pickle of a {type(self).__name__}, or of what holds one",
+                why="workers, closures and what they draw belong to this process",
+                fix=fix,
+            )
         )
-    )
+
+    return refuse
 
 
 class PerWorkerValues:
@@ -347,8 +347,7 @@ class PerWorkerIterator:
     def __repr__(self) -> str:
         return f"PerWorkerIterator(num_workers={len(self._cursors)})"
 
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(self, "coordinator.snapshot() keeps its position; or pickle its elements")
+    __reduce__ = refuses_pickle("coordinator.snapshot() keeps its position; or pickle its elements")
 
     def draw(self, worker: int) -> Any:
         """Returns a worker's next element, to be used by a closure."""
@@ -413,12 +412,10 @@ class PerWorkerDataset:
     def __repr__(self) -> str:
         return f"PerWorkerDataset(num_workers={len(self._workers())})"
 
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(
-            self,
-            "pickle what it was made of, and make one there: "
-            "coordinator.create_per_worker_dataset(source)",
-        )
+    __reduce__ = refuses_pickle(
+        "pickle what it was made of, and make one there: "
+        "coordinator.create_per_worker_dataset(source)"
+    )
 
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
@@ -453,22 +450,19 @@ def _opened(make: Callable[[], Iterable[Any]]) -> Elements:
 
 def require_source(fn_or_dataset: object, at: str) -> None:
     """Raises unless these are arguments of `create_per_worker_dataset`."""
-    if not isinstance(fn_or_dataset, Iterable) and not callable(fn_or_dataset):
-        raise TypeError(
-            message(
-                "create_per_worker_dataset needs a function of an InputContext, or a dataset",
-                got=describe_value(fn_or_dataset),
-                why="each worker draws elements of what it gives",
-                fix="coordinator.create_per_worker_dataset(lambda context: batches("
-                "context.input_pipeline_id))",
-            )
-        )
-    if at not in ("worker", "coordinator"):
-        raise ValueError(
-            message(
-                'create_per_worker_dataset needs at="worker" or at="coordinator"',
-                got=f"at={at!r}",
-                why="it says where the function is called",
-                fix='at="worker"',
-            )
-        )
+    require(
+        isinstance(fn_or_dataset, Iterable) or callable(fn_or_dataset),
+        "create_per_worker_dataset needs a function of an InputContext, or a dataset",
+        got=describe_value(fn_or_dataset),
+        why="each worker draws elements of what it gives",
+        fix="coordinator.create_per_worker_dataset(lambda context: batches("
+        "context.input_pipeline_id))",
+        error=TypeError,
+    )
+    require(
+        at in ("worker", "coordinator"),
+        'create_per_worker_dataset needs at="worker" or at="coordinator"',
+        got=f"at={at!r}",
+        why="it says where the function is called",
+        fix='at="worker"',
+    )

@@ -12,14 +12,14 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jec
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.jax_compat import ShapedArray
@@ -50,7 +50,7 @@ class Push:
 
     Attributes:
       server: its number.
-      operands: slots of the worker that are sent there.
+      operands: slots of the worker that are sent there; names of the trace until it is assembled.
       takes: keys of variables at this server that the program reads.
       writes: those that it gives new values; a subset of `takes`.
       answers: slots of the worker that its answer fills.
@@ -58,10 +58,10 @@ class Push:
     """
 
     server: int
-    operands: tuple[int, ...]
+    operands: tuple[Any, ...]
     takes: tuple[str, ...]
     writes: tuple[str, ...]
-    answers: tuple[int, ...]
+    answers: tuple[Any, ...]
     program: Program
 
 
@@ -181,21 +181,6 @@ class Programs:
         jitted, _ = self._find(program, args, donated, outs)
         return jitted.trace(*args)
 
-    def compile(
-        self,
-        program: Program,
-        args: Sequence[Given],
-        donated: tuple[int, ...] = (),
-        outs: OutShardings | None = None,
-    ) -> list[jax.ShapeDtypeStruct]:
-        """Compiles the function that `run` calls for such arguments; returns its results' structs.
-
-        This fills the caches of `jax.jit` itself, so that `run` compiles nothing.
-        """
-        traced: Any = self.trace(program, args, donated, outs)
-        traced.lower().compile()
-        return traced.out_info[:-1]
-
     def _find(
         self,
         program: Program,
@@ -237,6 +222,16 @@ def _make(
     return jitted, False
 
 
+def compile_traced(traced: jax.stages.Traced) -> list[jax.ShapeDtypeStruct]:
+    """Compiles what `Programs.trace` returned; returns the structs of its results.
+
+    This fills the caches of `jax.jit` itself, so that `Programs.run` compiles nothing.
+    """
+    traced.lower().compile()
+    outs: Any = traced.out_info
+    return outs[:-1]
+
+
 def raises_for_values() -> bool:
     """Returns whether JAX raises an error if a result of a program is NaN or infinite."""
     config: Any = jax.config  # these two are thread-local; pyright does not see them
@@ -255,24 +250,16 @@ def _calls_back(jaxpr: jec.Jaxpr) -> bool:
 # -- the arrays of a plan on a worker's devices -------------------------------
 
 
-def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:
-    """Returns the arrays committed to `where`, so that a program's results stay there too.
+def place(array: Argument, where: Sharding) -> Any:
+    """Returns an array committed to `where`, so that a program's results stay there too.
 
     Numpy arrays are returned as they are: the program moves them to its other arguments.
-
-    Args:
-      arrays: from anywhere.
-      where: a device, or a sharding over several.
     """
-    return [_place(x, where) for x in arrays]  # type: ignore[misc]
-
-
-def _place(array: Argument, where: jax.Device | Sharding) -> jax.Array | np.ndarray:
     if isinstance(array, RemoteArray):
         return np.asarray(array)
-    if isinstance(array, np.ndarray) or (array.committed and array.device == where):
+    if isinstance(array, np.ndarray) or (array.committed and array.sharding == where):
         return array
-    return transfer(array, where if isinstance(where, Sharding) else SingleDeviceSharding(where))
+    return transfer(array, where)
 
 
 def as_view(value: jax.Array) -> jax.Array | np.ndarray:
@@ -310,7 +297,8 @@ class CompiledPlans:
     """Which plans have their programs compiled, and for which signatures."""
 
     def __init__(self) -> None:
-        self._plans = weakref.WeakKeyDictionary[StepPlan, dict[Hashable, _Once]]()
+        self._locks = weakref.WeakKeyDictionary[StepPlan, dict[Hashable, threading.Lock]]()
+        self._compiled = weakref.WeakKeyDictionary[StepPlan, set[Hashable]]()
         self._adding = threading.Lock()
 
     def compile_once(
@@ -325,21 +313,12 @@ class CompiledPlans:
           signature: what its programs depend on besides the plan.
           compile_programs: compiles them.
         """
-        found = self._plans.get(plan, {}).get(signature)
-        if found is None:
-            with self._adding:
-                found = self._plans.setdefault(plan, {}).setdefault(signature, _Once())
-        found.do(compile_programs)
-
-
-class _Once:
-    def __init__(self) -> None:
-        self._is_done, self._doing = False, threading.Lock()
-
-    def do(self, act: Callable[[], None]) -> None:
-        if self._is_done:
+        if signature in self._compiled.get(plan, ()):
             return
-        with self._doing:
-            if not self._is_done:
-                act()
-                self._is_done = True
+        with self._adding:
+            compiled = self._compiled.setdefault(plan, set())
+            lock = self._locks.setdefault(plan, {}).setdefault(signature, threading.Lock())
+        with lock:
+            if signature not in compiled:
+                compile_programs()
+                compiled.add(signature)

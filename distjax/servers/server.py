@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
@@ -29,9 +31,10 @@ from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
 from distjax.servers.plan import (
     Given,
-    Program,
     Programs,
+    Push,
     as_view,
+    compile_traced,
     place,
     raises_for_values,
     struct_of,
@@ -202,6 +205,10 @@ class Answer(NamedTuple):
     token: jax.Array
 
 
+#: The numbers of a closure, its stage and the attempt.
+PushKey = tuple[int, int, int]
+
+
 class RefusedPush(Exception):
     """The push of an abandoned attempt: its closure is done, or has a later attempt."""
 
@@ -291,7 +298,7 @@ class Server(ParameterServer):
 
     def __init__(self, number: int, device: jax.Device):
         self.number = number
-        self.device = device
+        self.device, self._here = device, SingleDeviceSharding(device)
         self.pid = os.getpid()
         self._version = 0
         self.is_lost = False
@@ -374,24 +381,22 @@ class Server(ParameterServer):
 
     # -- closures -------------------------------------------------------------
 
-    def compile(
-        self,
-        program: Program,
-        takes: Sequence[str],
-        writes: Sequence[str],
-        arrays: Sequence[Given],
-    ) -> None:
+    def compile(self, push: Push, operands: Sequence[Given] = ()) -> None:
         """Compiles the program of a push beforehand, since a push that compiles holds up others.
 
         Args:
-          program: see `push`.
-          takes: see `push`.
-          writes: see `push`.
-          arrays: structs for the worker's operands, as `push` will have them here.
+          push: the push.
+          operands: those of the worker: a numpy array is one here too.
         """
-        held = self._structs(takes)
+        held = self._structs(push.takes)
+        avals = push.program.avals[len(held) :]
+        arrays = [
+            x if isinstance(x, np.ndarray) else struct_of(aval, self._here)
+            for x, aval in itertools.zip_longest(operands, avals)
+        ]
         with self._compiling, jax.default_device(self.device):
-            self._programs.compile(program, [*held, *arrays], _donated(takes, writes))
+            args = [*held, *arrays]
+            compile_traced(self._programs.trace(push.program, args, _donated(push)))
 
     def compile_pull(self, keys: Sequence[str], home: Topology) -> None:
         """Compiles what `pull` runs."""
@@ -402,12 +407,8 @@ class Server(ParameterServer):
 
     def push(
         self,
-        closure: int,
-        stage: int,
-        attempt: int,
-        program: Program,
-        takes: Sequence[str],
-        writes: Sequence[str],
+        key: PushKey,
+        push: Push,
         arrays: Sequence[jax.Array],
         *,
         pulled: int | None = None,
@@ -418,12 +419,8 @@ class Server(ParameterServer):
         A repeated push of the same closure and stage gets the first one's answer.
 
         Args:
-          closure: its number.
-          stage: the number of the stage that pushes.
-          attempt: the number of the attempt at the closure.
-          program: (*takes, *arrays) -> (*new values of writes, *answers).
-          takes: keys that it reads.
-          writes: those of them that it writes.
+          key: closure, stage, and the number of the attempt at the closure.
+          push: what it reads and writes here, and its program.
           arrays: the worker's operands.
           pulled: the version that the worker pulled from this server, or None.
           before: called just before the push is applied; may raise ServerDied.
@@ -432,23 +429,25 @@ class Server(ParameterServer):
           RefusedPush: the closure is done, or has a later attempt.
           ServerLostError: the server is lost.
         """
-        arrays = place(arrays, self.device)
+        closure, stage, attempt = key
+        arrays = [place(x, self._here) for x in arrays]
         with self._lock:
-            values = self._require(takes)
+            values = self._require(push.takes)
             earlier = self._applied.find(closure, stage, attempt)
             if earlier is not None:
                 return earlier
             if before is not None:
                 self._call(before)
-            donated = _donated(takes, writes)
             with jax.default_device(self.device):  # else it is compiled for each worker's
-                results, token = self._programs.run(program, [*values, *arrays], donated)
-            new_values, answers = results[: len(writes)], results[len(writes) :]
+                args = [*values, *arrays]
+                results, token = self._programs.run(push.program, args, _donated(push))
+            num_writes = len(push.writes)
+            new_values, answers = results[:num_writes], results[num_writes:]
             self.totals.bytes_pushed += sum(x.nbytes for x in arrays)
             self.totals.bytes_pulled += sum(x.nbytes for x in answers)
-            if not writes:
+            if not num_writes:
                 return Answer(self._version, answers, token)
-            self._values.update(zip(writes, new_values, strict=True))
+            self._values.update(zip(push.writes, new_values, strict=True))
             if pulled is not None:
                 own = self._applied.num_pushes_since(closure, pulled)
                 self.totals.staleness[self._version - pulled - own] += 1
@@ -517,19 +516,18 @@ class Server(ParameterServer):
 
     def _structs(self, keys: Iterable[str]) -> list[jax.ShapeDtypeStruct]:
         """Returns what stands for values in a compilation; takes the lock."""
-        here = SingleDeviceSharding(self.device)
         with self._lock:
-            return [struct_of(jax_compat.aval_of(x), here) for x in self._require(keys)]
+            return [struct_of(jax_compat.aval_of(x), self._here) for x in self._require(keys)]
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
-        return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
+        return transfer(jnp.array(value, copy=True), self._here)
 
 
 def _copies(*values: jax.Array) -> list[jax.Array]:
     return [jnp.array(value, copy=True) for value in values]
 
 
-def _donated(takes: Sequence[str], writes: Sequence[str]) -> tuple[int, ...]:
+def _donated(push: Push) -> tuple[int, ...]:
     """Returns the argument numbers of the values that a push replaces."""
-    return tuple(i for i, key in enumerate(takes) if key in writes)
+    return tuple(i for i, key in enumerate(push.takes) if key in push.writes)

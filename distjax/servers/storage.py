@@ -311,6 +311,10 @@ class ServerStorage(RemoteStorage):
         here = SingleDeviceSharding(self._device)
         return [transfer(values[part.key], here) for part in self.parts]
 
+    def take_copy(self) -> Any:
+        """Returns the value, which is fetched, so nobody else has it."""
+        return self.require()
+
     def add(self, amount: jax.Array) -> None:
         """Adds to the value, at each server in one operation."""
         self.require_made()
@@ -386,12 +390,12 @@ def sizes_of(variable: StoredVariable) -> tuple[int, ...]:
 
 
 def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
-    """Launches a program that writes variables kept elsewhere, while no one else does.
+    """Launches a program with variables at servers; if it writes some, while no one else does.
 
     Their values are fetched, and the new ones sent after the program has run: if it fails,
     nothing has been sent.
     """
-    if not any(v.stored.is_remote for v in build.writes):
+    if not any(isinstance(v.stored, ServerStorage) for v in build.variables):
         return None
 
     def launch(
@@ -402,7 +406,7 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
                 stack.enter_context(extended.pause_writers())
             stack.enter_context(build.lock)
             stored = [v.stored for v in build.writes]
-            before = [s.require() if s.is_remote else s.take_copy() for s in stored]
+            before = [s.take_copy() for s in stored]
             read = [v.stored.require() for v in build.reads]
             returned = build.jitted(before, read, kwargs, *args)
             jax.block_until_ready(returned[0])

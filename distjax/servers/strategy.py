@@ -15,7 +15,7 @@ import numpy as np
 from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import Destinations
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, require
 from distjax.integers import is_int, require_int
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.objects.stateful_args import run_here
@@ -141,16 +141,13 @@ def _require_modes(modes: VariableModes, name: str) -> None:
     """Raises a ValueError for a variable that would need a component per worker."""
     synchronization, aggregation = modes
     is_on_read = synchronization is VariableSynchronization.ON_READ
-    if not is_on_read or aggregation is VariableAggregation.SUM:
-        return
-    raise ValueError(
-        message(
-            f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
-            got=f"ON_READ + {aggregation.name}",
-            why="workers come and go: there is one value, to which each adds what it has",
-            fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
-            "one value that every worker may set",
-        )
+    require(
+        not is_on_read or aggregation is VariableAggregation.SUM,
+        f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
+        got=f"ON_READ + {aggregation.name}",
+        why="workers come and go: there is one value, to which each adds what it has",
+        fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
+        "one value that every worker may set",
     )
 
 
@@ -205,8 +202,20 @@ class ParameterServerStrategy(Strategy):
     ):
         _require_count(servers, "servers")
         require_partitioner("ParameterServerStrategy", partitioner)
-        _require_staleness(max_staleness)
-        _require_cut(cut)
+        require(
+            max_staleness is None or (is_int(max_staleness) and max_staleness >= 0),
+            "ParameterServerStrategy: max_staleness needs None or an int of 0 or more",
+            got=describe_value(max_staleness),
+            why="it bounds how many writes come between a worker's reading and its writing",
+            fix="dj.ParameterServerStrategy(max_staleness=4); 0 is one step at a time",
+        )
+        require(
+            cut in CUTS,
+            f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
+            got=describe_value(cut),
+            why="it says which part of a merge the worker does",
+            fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
+        )
         homes = self._homes = _as_homes(_as_workers(workers), axis_name)
         self.worker_devices = tuple(home.devices for home in homes)
         self.max_staleness = max_staleness
@@ -303,33 +312,25 @@ def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
 
 
 def _as_engine(engine: Engine | str) -> Engine:
-    if isinstance(engine, Engine):
-        _require_unused(engine)
-        return engine
     if engine == "threads":
         return ThreadEngine()
-    raise ValueError(
-        message(
-            'ParameterServerStrategy: engine needs "threads", or an engine',
-            got=describe_value(engine),
-            why="it runs workers and servers",
-            fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
-        )
+    require(
+        isinstance(engine, Engine),
+        'ParameterServerStrategy: engine needs "threads", or an engine',
+        got=describe_value(engine),
+        why="it runs workers and servers",
+        fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
     )
-
-
-def _require_unused(engine: Engine) -> None:
-    if not engine.servers:
-        return
+    assert isinstance(engine, Engine), "as was checked"
     kind = type(engine).__name__
-    raise ValueError(
-        message(
-            "ParameterServerStrategy needs an engine of its own",
-            got=f"a {kind} that another strategy has",
-            why="an engine holds the servers of one strategy",
-            fix=f"engine={kind}(...) for each strategy",
-        )
+    require(
+        not engine.servers,
+        "ParameterServerStrategy needs an engine of its own",
+        got=f"a {kind} that another strategy has",
+        why="an engine holds the servers of one strategy",
+        fix=f"engine={kind}(...) for each strategy",
     )
+    return engine
 
 
 def _as_workers(
@@ -345,25 +346,21 @@ def _as_workers(
         _require_count(workers, "workers")
         return tuple((devices[i % len(devices)],) for i in range(workers))
     each = [tuple(w) for w in workers] if isinstance(workers, (list, tuple)) else []
-    if not each or not all(w and all(isinstance(d, jax.Device) for d in w) for w in each):
-        raise ValueError(
-            message(
-                "ParameterServerStrategy: workers needs a number, or devices for each",
-                got=describe_value(workers),
-                why="each worker runs its replicas on devices, one replica on each",
-                fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
-            )
-        )
+    require(
+        each and all(w and all(isinstance(d, jax.Device) for d in w) for w in each),
+        "ParameterServerStrategy: workers needs a number, or devices for each",
+        got=describe_value(workers),
+        why="each worker runs its replicas on devices, one replica on each",
+        fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
+    )
     counts = sorted({len(w) for w in each})
-    if len(counts) > 1:
-        raise ValueError(
-            message(
-                "ParameterServerStrategy: workers needs as many devices for each",
-                got=f"{' and '.join(map(str, counts))} devices",
-                why="a step is cut once, for so many replicas, and any worker may run it",
-                fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
-            )
-        )
+    require(
+        len(counts) == 1,
+        "ParameterServerStrategy: workers needs as many devices for each",
+        got=f"{' and '.join(map(str, counts))} devices",
+        why="a step is cut once, for so many replicas, and any worker may run it",
+        fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
+    )
     return tuple(each)
 
 
@@ -375,36 +372,6 @@ def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[T
 
 
 def _require_count(value: object, name: str) -> None:
-    require_int(
-        f"ParameterServerStrategy: {name}",
-        value,
-        1,
-        why="a step needs a worker to run at, and a server for its variables",
-        fix=f"dj.ParameterServerStrategy({name}=2)",
-    )
-
-
-def _require_staleness(value: object) -> None:
-    if value is None or (is_int(value) and value >= 0):
-        return
-    raise ValueError(
-        message(
-            "ParameterServerStrategy: max_staleness needs None or an int of 0 or more",
-            got=describe_value(value),
-            why="it bounds how many writes come between a worker's reading and its writing",
-            fix="dj.ParameterServerStrategy(max_staleness=4); 0 is one step at a time",
-        )
-    )
-
-
-def _require_cut(value: object) -> None:
-    if value in CUTS:
-        return
-    raise ValueError(
-        message(
-            f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
-            got=describe_value(value),
-            why="it says which part of a merge the worker does",
-            fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
-        )
-    )
+    why = "a step needs a worker to run at, and a server for its variables"
+    fix = f"dj.ParameterServerStrategy({name}=2)"
+    require_int(f"ParameterServerStrategy: {name}", value, 1, why=why, fix=fix)

@@ -103,7 +103,7 @@ def _on_the_value(
 def _undone_if_it_raises(extended: Updated, stored: StoredArray) -> Generator[None]:
     """A context in which writes take effect at once: all of them or, if it raises, none."""
     # What others push to a remote variable in between would be undone too.
-    with extended.pause_writers() if stored.is_remote else contextlib.nullcontext():
+    with extended.pause_writers():
         kept, version = stored.keep(), stored.version
         try:
             yield

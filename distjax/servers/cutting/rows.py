@@ -26,6 +26,7 @@ from distjax.servers.cutting.code import (
     Code,
     aval_of_atom,
     eval_equation,
+    eval_opened,
     opens_call,
     trace_code,
 )
@@ -153,12 +154,6 @@ def look_up(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
     """Returns the result of an equation that looks up rows; None if it does something else.
 
     All rows are looked up in each shard; each shard's answer counts for the rows that it has.
-
-    Args:
-      jaxpr: the jaxpr that holds the equation.
-      eqn: any equation.
-      shards: the shards of its first operand.
-      others: its other operands.
     """
     rule = {"gather": _gathered, "dynamic_slice": _sliced_at, "slice": _sliced}
     found = rule.get(eqn.primitive.name)
@@ -246,21 +241,19 @@ def _without_branches(code: Code) -> Code:
     All branches are computed, and then selected from element by element, so also row by row.
     """
 
-    def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        def bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
-            if opens_call(eqn):
-                return evaluate(*jax_compat.called_jaxpr(eqn), ins)
-            if eqn.primitive.name != "cond" or eqn.effects:
-                return eval_equation(jaxpr, eqn, ins)
-            index, *operands = ins
-            branches = map(jax_compat.open_jaxpr, eqn.params["branches"])
-            cases = [evaluate(*branch, operands) for branch in branches]
-            return [jax.lax.select_n(index, *each) for each in zip(*cases, strict=True)]
+    def evaluate(jaxpr: Jaxpr, eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name != "cond" or eqn.effects:
+            return eval_equation(jaxpr, eqn, ins)
+        index, *operands = ins
+        branches = map(jax_compat.open_jaxpr, eqn.params["branches"])
+        cases = [eval_opened(*branch, operands, opens_call, evaluate) for branch in branches]
+        return [jax.lax.select_n(index, *each) for each in zip(*cases, strict=True)]
 
-        return jax_compat.eval_jaxpr(jaxpr, consts, args, bind)
+    def run(*arrays: jax.Array) -> list[Any]:
+        everything = *code.consts, *arrays
+        return eval_opened(code.jaxpr, (), everything, opens_call, evaluate)
 
-    avals = [aval_of_atom(v) for v in code.inputs]
-    return trace_code(lambda *arrays: evaluate(code.jaxpr, (), (*code.consts, *arrays)), avals)
+    return trace_code(run, [aval_of_atom(v) for v in code.inputs])
 
 
 def _with_reshapes_merged(code: Code) -> Code:

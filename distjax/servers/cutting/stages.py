@@ -76,12 +76,6 @@ def find_localities(
 
     Emits the trace abstractly, as other strategies do, and keeps which values the emitter proved
     equal.
-
-    Args:
-      jaxpr: the jaxpr of the trace.
-      consts: the values of its constants.
-      args_varying: for each argument, whether it has a row for each replica.
-      topology: the replicas of a worker.
     """
     if topology.num_replicas == 1:
         return Localities(topology, frozenset())

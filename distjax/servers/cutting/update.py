@@ -33,6 +33,7 @@ from distjax.servers.cutting.code import (
 )
 from distjax.servers.cutting.rows import in_shards
 from distjax.servers.cutting.stages import Localities, ServerMerge
+from distjax.servers.plan import Push
 from distjax.servers.storage import Part, num_bytes, parts_of, sizes_of
 from distjax.variables.variable import Variable
 
@@ -120,11 +121,7 @@ def _run_merge(
 
 
 def join_answers(update: Update) -> tuple[Update, NamedCode]:
-    """Returns an update whose answers need one server each, and code that joins the others of them.
-
-    Args:
-      update: an update, whose answers may need several servers.
-    """
+    """Returns an update whose answers need one server each, and code that joins the others."""
     code = open_code(update.code)
     homes = _Homes(update, code)
     num_written = len(update.written)
@@ -209,35 +206,10 @@ def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
 # -- shares by owner ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ServerShare:
-    """One server's share of an update.
-
-    Attributes:
-      server: its number.
-      code: (*takes, *operands) -> (*new values of `writes`, *answers).
-      takes: parts of variables whose values it reads or replaces.
-      writes: those that it replaces.
-      operands: names of what the worker sends it.
-      answers: names of what it sends back.
-    """
-
-    server: int
-    code: Code
-    takes: tuple[Part, ...]
-    writes: tuple[Part, ...]
-    operands: tuple[Var, ...]
-    answers: tuple[Var, ...]
-
-
 def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
     """Returns the numbers of the results that each server computes.
 
     A part is written where it lives; an answer is computed where the variables that it reads live.
-
-    Args:
-      update: the update.
-      num_servers: how many servers there are.
     """
     numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
     for number, part in enumerate(update.written):
@@ -264,11 +236,6 @@ def _effects_by_server(
     """Returns the numbers of the equations with effects, such as callbacks, that each server runs.
 
     Each runs once: where its value is used, else where a variable that it reads lives.
-
-    Args:
-      update: the update.
-      name: the user's name of the step.
-      results: the numbers of the results that each server computes.
     """
     found: dict[int, list[int]] = {}
     needed = {server: update.code.needed(numbers, ()) for server, numbers in results.items()}
@@ -291,49 +258,44 @@ def _parts_used(
     return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
 
 
-def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
-    """Returns the share of each server that takes part in an update.
+def cut_by_owner(update: Update, name: str, stage: int, num_servers: int) -> list[Push]:
+    """Returns what each server that takes part in an update is sent, does and answers.
 
-    Args:
-      update: the update.
-      name: the user's name of the step.
-      num_servers: how many servers there are.
+    Operands and answers have their names in the trace; they become slots later.
 
     Raises:
       MergeError: a server would need another one's variable, or several the value of a callback.
     """
     results = results_by_server(update, num_servers)
     effects = _effects_by_server(update, name, results)
-    shares: list[ServerShare] = []
+    pushes: list[Push] = []
     for server in sorted({*results, *effects}):
         own = results.get(server, []), effects.get(server, [])
-        shares.append(_share(update, server, *own))
-        if _foreign(shares[-1].takes, server):
+        code = update.code.cut_to(*own)
+        made: list[Any] = [*update.written, *update.answers]
+        writes = [made[i] for i in own[0] if i < len(update.written)]
+        names: list[Any] = [*update.parts, *update.operands]
+        taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
+        takes = [names[i] for i in taken if i < len(update.parts)]
+        if _foreign(takes, server):
             raise MergeError(_foreign_text(update, name, server, *own))
-    return shares
+        code = in_own_buffers(code.taking(taken))
+        pushes.append(
+            Push(
+                server=server,
+                operands=tuple(names[i] for i in taken if i >= len(update.parts)),
+                takes=tuple(part.key for part in takes),
+                writes=tuple(part.key for part in writes),
+                answers=tuple(made[i] for i in own[0] if i >= len(update.written)),
+                program=code.as_program(f"{name} server {server}.{stage}"),
+            )
+        )
+    return pushes
 
 
 def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
     """Returns the parts that `server` does not have."""
     return [part for part in parts if part.server not in (None, server)]
-
-
-def _share(
-    update: Update, server: int, numbers: Sequence[int], effects: Sequence[int]
-) -> ServerShare:
-    code = update.code.cut_to(numbers, effects)
-    results: list[Any] = [*update.written, *update.answers]
-    writes = tuple(results[i] for i in numbers if i < len(update.written))
-    names: list[Any] = [*update.parts, *update.operands]
-    taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
-    return ServerShare(
-        server=server,
-        code=in_own_buffers(code.taking(taken)),
-        takes=tuple(names[i] for i in taken if i < len(update.parts)),
-        writes=writes,
-        operands=tuple(names[i] for i in taken if i >= len(update.parts)),
-        answers=tuple(results[i] for i in numbers if i >= len(update.written)),
-    )
 
 
 def _shared_effect_text(name: str, servers: Sequence[int]) -> str:
@@ -386,12 +348,7 @@ ENDLESS = 1 << 30
 
 
 def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, Update]:
-    """Returns the part of an update that the worker runs before it sends anything, and the rest.
-
-    Args:
-      update: the update.
-      early: the numbers of the equations that the worker runs.
-    """
+    """Returns the part of an update that the worker runs before it sends anything, and the rest."""
     code, num_written = update.code, len(update.written)
     current, operands = _split_at(code.inputs, len(update.parts))
     written, answers = _split_at(code.jaxpr.outvars, num_written)

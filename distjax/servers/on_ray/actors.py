@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
 from distjax.placement.topology import mesh_topology, one_device_topology
-from distjax.servers.engine import Attempt, Parcel, Task
+from distjax.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax.servers.on_ray.processes import ProcessInfo, describe_this_process
 from distjax.servers.on_ray.wire import (
     Done,
@@ -29,8 +28,8 @@ from distjax.servers.on_ray.wire import (
     to_wire,
 )
 from distjax.servers.per_worker import Elements
-from distjax.servers.plan import CompiledPlans, Given, Program, Programs, Push, StepPlan, struct_of
-from distjax.servers.server import Answer, Server
+from distjax.servers.plan import CompiledPlans, Given, Programs, Push, Stage, StepPlan
+from distjax.servers.server import Answer, PushKey, Server
 from distjax.typing import PyTree
 
 if TYPE_CHECKING:
@@ -38,12 +37,7 @@ if TYPE_CHECKING:
 
 
 class WorkerActor:
-    """A worker in its own process, which talks to the servers directly.
-
-    Args:
-      num_replicas: how many replicas it has, each on its own device.
-      axis_name: the name of their axis.
-    """
+    """A worker in its own process, which talks to the servers directly."""
 
     def __init__(self, num_replicas: int, axis_name: str) -> None:
         self._device, *others = jax.local_devices()[:num_replicas]
@@ -56,7 +50,8 @@ class WorkerActor:
         self._datasets: dict[int, Elements] = {}
         self._epoch = -1
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
-        self._attempts: dict[int, Attempt] = {}  # by closure, from `begin` to the last `push`
+        #: By closure, from `begin` to the last `push`.
+        self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
         self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
@@ -104,22 +99,18 @@ class WorkerActor:
 
     def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
         """Runs a whole attempt; `elements` has the arrays of those that the order names."""
-
-        def act() -> Outcome:
-            outcome = self._begin(order, elements)
-            for number in range(len(self._plans[order.plan].stages)):
-                outcome = self._push(order, number)
-            return outcome
-
-        return self._guarded(order, act)
+        outcome = self.begin(order, *elements)
+        while outcome is None:
+            outcome = self.push(order)
+        return outcome
 
     def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
-        """Pulls, and computes the first stage."""
+        """Pulls, and computes what comes before the first pushes."""
         return self._guarded(order, lambda: self._begin(order, elements))
 
-    def push(self, order: Order, stage: int) -> Outcome:
-        """Pushes a stage of the begun attempt, and computes the next one."""
-        return self._guarded(order, lambda: self._push(order, stage))
+    def push(self, order: Order) -> Outcome:
+        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
+        return self._guarded(order, lambda: self._go_on(order))
 
     def _guarded(self, order: Order, act: Callable[[], Outcome]) -> Outcome:
         if order.plan not in self._plans or order.epoch != self._epoch:
@@ -139,19 +130,12 @@ class WorkerActor:
         servers = _RemoteServers(self._servers, order, self._device, self._ready)
         attempt = Attempt(task, servers, self._programs, self._home)
         attempt.compile(self._compiled)
-        attempt.pull()
-        self._attempts[order.closure] = attempt
-        return self._compute(order, 0)
+        self._attempts[order.closure] = attempt, attempt.run()
+        return self._go_on(order)
 
-    def _push(self, order: Order, stage: int) -> Outcome:
-        if self._plans[order.plan].stages[stage].pushes:
-            self._attempts[order.closure].push(stage)
-        return self._compute(order, stage + 1)
-
-    def _compute(self, order: Order, stage: int) -> Outcome:
-        attempt = self._attempts[order.closure]
-        if stage < len(self._plans[order.plan].stages):
-            attempt.compute(stage)
+    def _go_on(self, order: Order) -> Outcome:
+        attempt, stages = self._attempts[order.closure]
+        if next(stages, None) is not None:
             return None
         del self._attempts[order.closure]
         return Done(to_wire(attempt.results), attempt.versions)
@@ -189,36 +173,27 @@ class _RemoteServers:
         self._servers, self._order, self._device = servers, order, device
         self._token = token
 
-    def compile_pull(self, wanted: Mapping[int, Sequence[str]]) -> None:
-        """Does nothing: they send their values."""
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
+        """Has them compile their programs; what is pulled, they send as it is."""
+        order = self._order
+        for stage, push, _ in pushes:
+            compiled = self._servers[push.server].compile.remote(order.plan, stage, order.modes)
+            _get_all({push.server: compiled})
 
-    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
-        order, server = self._order, self._servers[push.server]
-        names = push.takes, push.writes
-        _get_all({push.server: server.compile.remote(order.plan, stage, names, order.modes)})
-
-    def pull(
-        self, wanted: Mapping[int, Sequence[str]]
-    ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
+    def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
         calls = {k: self._servers[k].pull.remote(keys) for k, keys in wanted.items()}
         pulled = _get_all(calls)
-        return {k: (version, from_wire(sent, self._device)) for k, (version, sent) in pulled}
+        return {k: (version, from_wire(values, self._device)) for k, (version, values) in pulled}
 
-    def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
+    def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
         order = self._order
-        sent = [to_wire(parcel.arrays) for parcel in parcels]  # waits until all is computed
+        key = order.closure, stage, order.attempt
+        ready = [to_wire(arrays) for _, arrays, _ in sent]  # waits until all is computed
         calls = {
-            p.push.server: self._servers[p.push.server].push.remote(
-                order.plan,
-                stage,
-                order.closure,
-                order.attempt,
-                (p.push.takes, p.push.writes),
-                arrays,
-                p.pulled,
-                order.modes,
+            push.server: self._servers[push.server].push.remote(
+                order.plan, key, arrays, pulled, order.modes
             )
-            for p, arrays in zip(parcels, sent, strict=True)
+            for (push, _, pulled), arrays in zip(sent, ready, strict=True)
         }
         return [
             Answer(version, tuple(from_wire(answers, self._device)), self._token)
@@ -264,10 +239,10 @@ class ServerActor:
 
     Args:
       number: its number in the strategy.
-      plans: its programs by plan and stage, for all current plans.
+      plans: its pushes by plan and stage, for all current plans.
     """
 
-    def __init__(self, number: int, plans: Mapping[int, Mapping[int, Program]]):
+    def __init__(self, number: int, plans: Mapping[int, Mapping[int, Push]]):
         self._device = jax.local_devices()[0]
         self._server = Server(number, self._device)
         self._plans = dict(plans)
@@ -275,9 +250,9 @@ class ServerActor:
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
 
-    def add_plan(self, plan: int, programs: Mapping[int, Program]) -> None:
-        """Stores the programs of a plan, by stage."""
-        self._plans[plan] = programs
+    def add_plan(self, plan: int, pushes: Mapping[int, Push]) -> None:
+        """Stores the pushes of a plan to it, by stage."""
+        self._plans[plan] = pushes
 
     def drop_plans(self, plans: Iterable[int]) -> None:
         """Drops plans that the coordinator no longer has."""
@@ -307,34 +282,23 @@ class ServerActor:
             version, values = self._server.pull(keys, None)
             return version, to_wire(values)
 
-    def compile(
-        self, plan: int, stage: int, names: tuple[Sequence[str], Sequence[str]], modes: ProgramModes
-    ) -> None:
+    def compile(self, plan: int, stage: int, modes: ProgramModes) -> None:
         """Compiles a push, while others are applied: see `Server.compile`."""
-        program, (takes, writes) = self._plans[plan][stage], names
-        here = SingleDeviceSharding(self._device)
-        arrays = [struct_of(aval, here) for aval in program.avals[len(takes) :]]
         with modes():
-            self._server.compile(program, takes, writes, arrays)
+            self._server.compile(self._plans[plan][stage])
 
     def push(
         self,
         plan: int,
-        stage: int,
-        closure: int,
-        attempt: int,
-        names: tuple[Sequence[str], Sequence[str]],
+        key: PushKey,
         arrays: Sequence[OnWire],
         pulled: int | None,
         modes: ProgramModes,
     ) -> tuple[int, list[OnWire]]:
         """Returns version and answers of `Server.push`."""
         operands = from_wire(arrays, self._device)
-        program = self._plans[plan][stage]
         with modes():
-            answer = self._server.push(
-                closure, stage, attempt, program, *names, operands, pulled=pulled
-            )
+            answer = self._server.push(key, self._plans[plan][key[1]], operands, pulled=pulled)
         return answer.version, to_wire(answer.arrays)
 
 
@@ -349,7 +313,7 @@ def make_worker(
 
 
 def make_server(
-    options: Mapping[str, Any], number: int, plans: Mapping[int, Mapping[int, Program]]
+    options: Mapping[str, Any], number: int, plans: Mapping[int, Mapping[int, Push]]
 ) -> ActorHandle[ServerActor]:
     """Returns a new process of a server."""
     return _make(ServerActor, options, ("compile",), number, plans)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context.thread_settings import ProgramModes
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, message, require
 from distjax.integers import require_int
 from distjax.placement.topology import Topology
 from distjax.servers.engine import Engine, Gate, Ran, Task, WorkerDied
@@ -30,7 +30,6 @@ from distjax.servers.on_ray.processes import (
     RayWorkers,
     actor_options,
     drain,
-    wait_for_start,
     with_devices,
 )
 from distjax.servers.on_ray.wire import (
@@ -134,8 +133,7 @@ class RayEngine(Engine):
             self.workers.begin(worker)
         for server in servers:
             server.wait_for_start()
-        wait_for_start("worker 0", self.workers.begin(0).actor)
-        self.workers.find(0)
+        self.workers.begin(0).require_start()
         self._servers = servers
 
     def admit(self, plan: StepPlan) -> None:
@@ -165,11 +163,11 @@ class RayEngine(Engine):
             return sent
         with self._gate.admitted(task.closure, num_writes):
             outcome = sent.ask("begin")
-            for number, stage in enumerate(task.plan.stages):
+            for stage in (s for s in task.plan.stages if s.pushes):
                 if outcome is not None:  # it has failed
                     break
                 with self._gate.turn(task.closure, stage):
-                    outcome = sent.ask("push", number)
+                    outcome = sent.ask("push")
             return sent.conclude(outcome)
 
     def end_worker(self, worker: int) -> None:
@@ -226,12 +224,7 @@ _TOLD_AT_ONCE = 8
 class RayServer(ParameterServer):
     """A server in a Ray process.
 
-    Args:
-      number: its number in the strategy.
-      make: creates a process for the server with a number.
-
     Attributes:
-      actor: its process.
       num_processes: how many it has had.
       platform: its JAX platform.
     """
@@ -239,7 +232,7 @@ class RayServer(ParameterServer):
     def __init__(self, number: int, make: Callable[[int], ActorHandle[ServerActor]]):
         self.number = number
         self._make = make
-        self.actor = make(number)
+        self._process = RayProcess(f"server {number}", make(number))
         self.num_processes = 1
         self.is_lost = False
         self.platform = "cpu"
@@ -255,8 +248,13 @@ class RayServer(ParameterServer):
         Raises:
           ClusterError: it has not started, or is not usable.
         """
-        info = wait_for_start(f"server {self.number}", self.actor)
+        info = self._process.require_start()
         self.pid, self.platform = info.pid, info.platform
+
+    @property
+    def actor(self) -> ActorHandle[ServerActor]:
+        """Its process."""
+        return self._process.actor
 
     def report(self) -> Report:
         try:
@@ -298,7 +296,7 @@ class RayServer(ParameterServer):
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         self.report()  # a process that has died unseen
         if self.is_lost:
-            self.actor = self._make(self.number)
+            self._process = RayProcess(f"server {self.number}", self._make(self.number))
             self.num_processes += 1  # last: whoever sees the number sees the process
             self.wait_for_start()
             self.is_lost = False
@@ -340,14 +338,7 @@ class RayServer(ParameterServer):
 
 
 class Sent:
-    """An attempt that was sent to a worker, in one call or in several.
-
-    Args:
-      engine: the engine.
-      worker: the worker's number.
-      process: the worker's process.
-      task: the task to run.
-    """
+    """An attempt that was sent to a worker, in one call or in several."""
 
     def __init__(self, engine: RayEngine, worker: int, process: RayProcess, task: Task):
         self._engine, self._worker, self._process, self._task = engine, worker, process, task
@@ -361,7 +352,7 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._call: tuple[str, tuple[int, ...]] = ("run", ())
+        self._method = "run"
         self._answer: Any = None
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
@@ -369,22 +360,22 @@ class Sent:
             return to_wire(array)
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
-    def send(self, method: str, *args: int) -> None:
+    def send(self, method: str) -> None:
         """Calls a method of the worker with the order."""
-        self._call = method, args
+        self._method = method
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = args or [element.arrays for element in self._elements]
+        arrays = [] if method == "push" else [element.arrays for element in self._elements]
         self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
         if self not in self._process.in_hand:
             self._process.in_hand.append(self)
 
-    def ask(self, method: str, *args: int) -> Outcome:
+    def ask(self, method: str) -> Outcome:
         """Calls a method of the worker, and returns its outcome.
 
         Raises:
           WorkerDied: the worker died.
         """
-        self.send(method, *args)
+        self.send(method)
         return self._outcome()
 
     def wait(self) -> Ran:
@@ -431,7 +422,7 @@ class Sent:
                         return outcome
                     self._engine.send_plan(self._process, self._task.plan)
                     self._order = dataclasses.replace(self._order, epoch=self._engine.epoch)
-                self.send(self._call[0], *self._call[1])
+                self.send(self._method)
         except RayError as error:
             raise self._engine.workers.replace_dead(
                 self._worker, self._process, self, error
@@ -597,15 +588,14 @@ def _require_options(
     max_failures: object,
 ) -> None:
     """Raises a TypeError or ValueError unless these are options of a RayEngine."""
-    if not isinstance(address, str | None):
-        raise TypeError(
-            message(
-                "RayEngine: address needs a string or None",
-                got=describe_value(address),
-                why="it names a cluster of Ray's",
-                fix='dj.servers.RayEngine("auto"), or None for one on this machine',
-            )
-        )
+    require(
+        isinstance(address, str | None),
+        "RayEngine: address needs a string or None",
+        got=describe_value(address),
+        why="it names a cluster of Ray's",
+        fix='dj.servers.RayEngine("auto"), or None for one on this machine',
+        error=TypeError,
+    )
     require_int(
         "RayEngine: max_failures",
         max_failures,
@@ -615,27 +605,23 @@ def _require_options(
     )
     _require_resources("worker_resources", worker_resources)
     _require_resources("server_resources", server_resources)
-    if not isinstance(runtime_env, Mapping | None):
-        raise TypeError(
-            message(
-                "RayEngine: runtime_env needs a dict or None",
-                got=describe_value(runtime_env),
-                why="Ray makes the processes of workers and servers with it",
-                fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
-            )
-        )
+    require(
+        isinstance(runtime_env, Mapping | None),
+        "RayEngine: runtime_env needs a dict or None",
+        got=describe_value(runtime_env),
+        why="Ray makes the processes of workers and servers with it",
+        fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
+        error=TypeError,
+    )
 
 
 def _require_resources(name: str, resources: object) -> None:
     if resources is None:
         return
-    if isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES):
-        return
-    raise ValueError(
-        message(
-            f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
-            got=describe_value(resources),
-            why="Ray reserves it for each process; how these are restarted is the engine's",
-            fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
-        )
+    require(
+        isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES),
+        f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
+        got=describe_value(resources),
+        why="Ray reserves it for each process; how these are restarted is the engine's",
+        fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 
 import distjax
-from distjax.errors import ClusterError, message
+from distjax.errors import ClusterError, message, require
 from distjax.servers.board import end_all
 from distjax.servers.engine import WorkerDied
 
@@ -251,78 +251,6 @@ def own_versions() -> dict[str, str]:
     return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
-def wait_for_start(name: str, actor: ActorHandle[Any]) -> ProcessInfo:
-    """Returns the description of a process, once it has started.
-
-    Args:
-      name: its name in errors.
-      actor: the process.
-
-    Raises:
-      ClusterError: it did not start in time, or failed to, or its versions differ.
-    """
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
-
-    try:
-        said: Any = ray.get(actor.describe_process.remote(), timeout=START_SECONDS)
-    except GetTimeoutError:
-        raise ClusterError(
-            message(
-                f"{name} needs a process within {START_SECONDS:g} s",
-                got="none: the cluster has no room for it yet",
-                why="Ray starts a process where the resources are that it is to have",
-                fix="ask for less: RayEngine(worker_resources=..., server_resources=...); "
-                "`ray status` says what there is",
-            )
-        ) from None
-    except RayActorError as error:
-        raise ClusterError(cannot_start(name, error)) from error
-    info: ProcessInfo = said
-    require_same_versions(name, info)
-    return info
-
-
-def cannot_start(name: str, error: Exception) -> str:
-    """Returns the error text for a process that ends during startup."""
-    return message(
-        f"{name} needs a process that starts",
-        got=ends_of(error),
-        why="it imports distjax and JAX, before it is sent anything",
-        fix="install both on every machine of the cluster, or name them in "
-        "RayEngine(runtime_env=...); Ray's logs have all of it",
-    )
-
-
-def require_same_versions(name: str, info: ProcessInfo) -> None:
-    """Raises a ClusterError if a process's versions differ from this one's."""
-    if info.versions == own_versions():
-        return
-    raise ClusterError(
-        message(
-            f"{name} needs the versions of the coordinator: {_listed(own_versions())}",
-            got=f"a process (pid {info.pid}) with {_listed(info.versions)}",
-            why="programs and answers are sent in the form of one version",
-            fix="install the same on every machine of the cluster, or name them in "
-            "RayEngine(runtime_env=...)",
-        )
-    )
-
-
-def require_devices(name: str, info: ProcessInfo, count: int) -> None:
-    """Raises a ClusterError if a process has too few devices for its replicas."""
-    if info.num_devices >= count:
-        return
-    raise ClusterError(
-        message(
-            f"{name} needs {count} devices, one for each of its replicas",
-            got=f"a process (pid {info.pid}) with {info.num_devices} on {info.platform}",
-            why="the replicas of a worker run at the same time",
-            fix=f'RayEngine(worker_resources={{"num_gpus": {count}}}); or fewer for each worker',
-        )
-    )
-
-
 def ends_of(error: Exception) -> str:
     """Returns the first and last line of a Ray error, in one line: what died, and why."""
     lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
@@ -331,6 +259,92 @@ def ends_of(error: Exception) -> str:
 
 def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+class RayProcess:
+    """One process of a worker or a server.
+
+    Args:
+      name: its name in errors.
+      actor: the process.
+      num_devices: how many devices it needs.
+      num_failures: how many before it, in a row, have not started.
+
+    Attributes:
+      in_hand: the attempts sent to it that have not ended, in order.
+      info: its description of itself; None while it starts.
+      error: why it cannot be used.
+    """
+
+    def __init__(
+        self, name: str, actor: ActorHandle[Any], num_devices: int = 1, num_failures: int = 0
+    ):
+        self.name, self.actor, self.num_failures = name, actor, num_failures
+        self.in_hand: list[object] = []
+        self.info: ProcessInfo | None = None
+        self.error: ClusterError | None = None
+        self._num_devices = num_devices
+        self._answer: Any = actor.describe_process.remote()
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether it has started, at the latest after so many seconds.
+
+        Raises:
+          ClusterError: it failed to, its versions differ, or it has too few devices.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        if self.info is not None:
+            return True
+        name, count = self.name, self._num_devices
+        try:
+            info: ProcessInfo = ray.get(self._answer, timeout=seconds)
+        except GetTimeoutError:
+            return False
+        except RayActorError as error:
+            raise ClusterError(
+                message(
+                    f"{name} needs a process that starts",
+                    got=ends_of(error),
+                    why="it imports distjax and JAX, before it is sent anything",
+                    fix="install both on every machine of the cluster, or name them in "
+                    "RayEngine(runtime_env=...); Ray's logs have all of it",
+                )
+            ) from error
+        require(
+            info.versions == own_versions(),
+            f"{name} needs the versions of the coordinator: {_listed(own_versions())}",
+            got=f"a process (pid {info.pid}) with {_listed(info.versions)}",
+            why="programs and answers are sent in the form of one version",
+            fix="install the same on every machine of the cluster, or name them in "
+            "RayEngine(runtime_env=...)",
+            error=ClusterError,
+        )
+        require(
+            info.num_devices >= count,
+            f"{name} needs {count} devices, one for each of its replicas",
+            got=f"a process (pid {info.pid}) with {info.num_devices} on {info.platform}",
+            why="the replicas of a worker run at the same time",
+            fix=f'RayEngine(worker_resources={{"num_gpus": {count}}}); or fewer for each worker',
+            error=ClusterError,
+        )
+        self.info = info
+        return True
+
+    def require_start(self) -> ProcessInfo:
+        """Returns its description once it has started; raises a ClusterError if it does not."""
+        require(
+            self.wait(START_SECONDS),
+            f"{self.name} needs a process within {START_SECONDS:g} s",
+            got="none: the cluster has no room for it yet",
+            why="Ray starts a process where the resources are that it is to have",
+            fix="ask for less: RayEngine(worker_resources=..., server_resources=...); "
+            "`ray status` says what there is",
+            error=ClusterError,
+        )
+        assert self.info is not None, "it has started"
+        return self.info
 
 
 # -- workers ------------------------------------------------------------------
@@ -342,43 +356,19 @@ def _listed(versions: dict[str, str]) -> str:
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
-class RayProcess:
-    """One process of a worker.
-
-    Args:
-      actor: the process.
-      num_failures: how many of the worker's processes, in a row, have ended during startup.
-
-    Attributes:
-      in_hand: the attempts sent to it that have not ended, in order.
-      info: its description of itself; None while it starts.
-      error: why it cannot be used.
-      is_dead: whether it is known to have died.
-    """
-
-    def __init__(self, actor: ActorHandle[Any], num_failures: int):
-        self.actor = actor
-        self.num_failures = num_failures
-        self.in_hand: list[object] = []
-        self.info: ProcessInfo | None = None
-        self.error: Exception | None = None
-        self.is_dead = False
-        self.answer: Any = actor.describe_process.remote()
-
-
 class RayWorkers:
     """The processes of the workers, at most one for each.
 
     Args:
       make: creates a process.
-      max_failures: how many may end in a row during startup.
+      max_failures: how many may fail to start in a row.
       num_devices: how many devices each needs.
     """
 
     def __init__(
         self, make: Callable[[], ActorHandle[Any]], max_failures: int, num_devices: int = 1
     ):
-        self._make, self._max_failures = make, max_failures
+        self._make_actor, self._max_failures = make, max_failures
         self._num_devices = num_devices
         self._processes: dict[int, RayProcess] = {}
         self._lock = threading.Lock()
@@ -386,37 +376,30 @@ class RayWorkers:
     def begin(self, worker: int) -> RayProcess:
         """Returns the process of a worker, which may still be starting."""
         with self._lock:
-            if worker not in self._processes:
-                self._processes[worker] = RayProcess(self._make(), 0)
-            return self._processes[worker]
+            return self._processes.get(worker) or self._make(worker)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         """Returns whether a worker has a process; waits for it while it is wanted."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
         while True:
             process = self.begin(worker)
-            if process.info is not None or process.error is not None:
+            if process.error is not None:
                 return True
             try:
-                info: ProcessInfo = ray.get(process.answer, timeout=_LOOK_SECONDS)
-                require_same_versions(f"worker {worker}", info)
-                require_devices(f"worker {worker}", info, self._num_devices)
-                process.info = info
-            except GetTimeoutError:
+                if process.wait(_LOOK_SECONDS):
+                    return True
                 if not is_wanted():
                     return False
-            except RayActorError as error:
-                self._fail_to_start(worker, process, error)
-            except Exception as error:
-                process.error = error
+            except ClusterError as error:
+                if process.num_failures + 1 < self._max_failures:
+                    self._replace(worker, process, process.num_failures + 1)
+                else:
+                    process.error = error
 
     def find(self, worker: int) -> RayProcess:
         """Returns the process of a worker, ready to be used.
 
         Raises:
-          ClusterError: it is unusable, or several in a row ended during startup.
+          ClusterError: several in a row have not started, or cannot be used.
         """
         self.prepare(worker, lambda: True)
         process = self.begin(worker)
@@ -443,25 +426,21 @@ class RayWorkers:
         self, worker: int, process: RayProcess, attempt: object, error: Exception
     ) -> WorkerDied:
         """Replaces a process that died; returns the error for an attempt it had in hand."""
+        self._replace(worker, process, 0)
+        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
+
+    def _make(self, worker: int, num_failures: int = 0) -> RayProcess:
+        actor, count = self._make_actor(), self._num_devices
+        self._processes[worker] = RayProcess(f"worker {worker}", actor, count, num_failures)
+        return self._processes[worker]
+
+    def _replace(self, worker: int, process: RayProcess, num_failures: int) -> None:
         import ray
 
         with self._lock:
-            if not process.is_dead:
-                process.is_dead = True
-                if self._processes.get(worker) is process:
-                    ray.kill(process.actor)  # in case it is only unreachable
-                    self._processes[worker] = RayProcess(self._make(), 0)
-        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
-
-    def _fail_to_start(self, worker: int, process: RayProcess, error: Exception) -> None:
-        count = process.num_failures + 1
-        with self._lock:
-            if self._processes.get(worker) is not process:  # another thread has replaced it
-                return
-            if count < self._max_failures:
-                self._processes[worker] = RayProcess(self._make(), count)
-                return
-        process.error = ClusterError(cannot_start(f"worker {worker}", error))
+            if self._processes.get(worker) is process:  # else another thread has replaced it
+                ray.kill(process.actor)  # in case it is only unreachable
+                self._make(worker, num_failures)
 
     def actors(self) -> list[ActorHandle[Any]]:
         """Returns the current processes."""

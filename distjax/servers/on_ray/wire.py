@@ -20,7 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
-from distjax.errors import ClosureError, UnsupportedError, message
+from distjax.errors import ClosureError, UnsupportedError, message, require
 from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
 from distjax.servers.plan import Program, Push, Stage, StepPlan, struct_of
@@ -209,11 +209,7 @@ Outcome = Done | Failed | ServerGone | Unknown | None
 
 
 class StableFunction:
-    """A function of flat arrays as StableHLO: sent as bytes, read at its first run.
-
-    Args:
-      blob: the serialized result of `jax.export`.
-    """
+    """A function of flat arrays as StableHLO: sent as bytes, read at its first run."""
 
     def __init__(self, blob: bytes):
         self._blob = blob
@@ -232,15 +228,13 @@ class StableFunction:
 def _require_no_callback(exported: export.Exported) -> None:
     """Raises if a received program would call Python, whatever its sender has checked."""
     found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
-    if found is None:
-        return
-    raise UnsupportedError(
-        message(
-            "a program that is shipped needs to be all StableHLO",
-            got=f"one that calls {found[1]}",
-            why="it would call Python by an address of another process",
-            fix="schedule steps by dj.Coordinator, which ships none of that kind",
-        )
+    require(
+        found is None,
+        "a program that is shipped needs to be all StableHLO",
+        got=f"one that calls {found and found[1]}",
+        why="it would call Python by an address of another process",
+        fix="schedule steps by dj.Coordinator, which ships none of that kind",
+        error=UnsupportedError,
     )
 
 
@@ -255,11 +249,11 @@ class ShippedPlan:
 
     Attributes:
       for_workers: the plan with the programs of workers.
-      for_servers: for each server, its programs by stage.
+      for_servers: for each server, its pushes by stage.
     """
 
     for_workers: StepPlan
-    for_servers: tuple[dict[int, Program], ...]
+    for_servers: tuple[dict[int, Push], ...]
 
 
 def export_plan(
@@ -281,11 +275,12 @@ def export_plan(
     Raises:
       UnsupportedError: a program calls back to Python, or has no stable form.
     """
-    for_servers: list[dict[int, Program]] = [{} for _ in range(num_servers)]
+    for_servers: list[dict[int, Push]] = [{} for _ in range(num_servers)]
     stages: list[Stage] = []
     for number, stage in enumerate(plan.stages):
         for push in stage.pushes:
-            for_servers[push.server][number] = _export(plan.name, push.program, server_platforms)
+            program = _export(plan.name, push.program, server_platforms)
+            for_servers[push.server][number] = dataclasses.replace(push, program=program)
         stages.append(
             dataclasses.replace(
                 stage,

@@ -63,8 +63,9 @@ def test_processes_are_no_background(cluster):
 def test_other_versions_are_refused(served, monkeypatch):
     monkeypatch.setattr(processes, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
     text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
+    actor = served.servers[0].actor
     with pytest.raises(ClusterError, match=text):
-        served.servers[0].wait_for_start()
+        processes.RayProcess("server 0", actor).require_start()
     workers = RayWorkers(lambda: served.servers[0].actor, max_failures=3)
     for _ in range(2):  # a process that is of no use is tried anew
         with pytest.raises(ClusterError, match="^worker 7 needs the versions of the coordinator"):
@@ -99,14 +100,14 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     with pytest.raises(ClusterError, match=text):
         RayWorkers(make, max_failures=2).find(0)
     with pytest.raises(ClusterError, match="^a server needs a process that starts"):
-        processes.wait_for_start("a server", make())
+        processes.RayProcess("a server", make()).require_start()
     monkeypatch.setattr(processes, "START_SECONDS", 0.5)
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)
 
 
-def test_a_process_that_did_not_start_is_replaced_once():
+def test_a_process_that_died_is_replaced_once(monkeypatch):
     """Also where two threads find it: the second would drop the one that replaces it."""
     made = []
 
@@ -117,8 +118,9 @@ def test_a_process_that_did_not_start_is_replaced_once():
 
     workers = RayWorkers(make, max_failures=3)
     process = workers.begin(0)
+    monkeypatch.setattr("ray.kill", lambda actor: None)
     for _ in range(2):
-        workers._fail_to_start(0, process, RuntimeError("it did not start"))
+        workers.replace_dead(0, process, None, RuntimeError("it did not start"))
         assert workers.begin(0).actor is made[1] and process.error is None
 
 
@@ -128,7 +130,7 @@ def test_a_lost_server_ends_the_attempt(monkeypatch):
     order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
 
     def begin(order, elements):
-        actor._attempts[order.closure] = "in progress"
+        actor._attempts[order.closure] = "in progress", iter(())
         raise _Gone(2)
 
     monkeypatch.setattr(actor, "_begin", begin)

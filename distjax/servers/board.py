@@ -708,8 +708,10 @@ class Board:
             self.queue.appendleft(closure)
 
     def _drop_queue(self, reason: str) -> list[Closure]:
-        dropped, error = [c for c in self.queue if not c.is_retried], _cancelled(reason)
-        self.queue = collections.deque(c for c in self.queue if c.is_retried)
+        has_worker = not self.is_closed or any(not w.has_ended for w in self.workers.values())
+        kept = [c for c in self.queue if c.is_retried and has_worker]
+        dropped, error = [c for c in self.queue if c not in kept], _cancelled(reason)
+        self.queue = collections.deque(kept)
         return [c for c in dropped if self._end(c, State.CANCELLED, error=error)]
 
     def _end(
@@ -820,7 +822,7 @@ def work(
             board.engine.end_worker(worker.number)
         finally:  # else whoever waits for the worker would wait forever
             worker.has_ended = True
-            if board.is_closed:  # no one is left to take what is queued
+            if board.is_closed:  # what is queued, nobody takes; the last one leaves nothing
                 board.cancel("its coordinator was closed, or dropped, before it had run")
             board.waiters.ring()
 

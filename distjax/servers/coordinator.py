@@ -260,6 +260,7 @@ def run_step(
     board, here = strategy.board, Worker(0)
     board.pauses.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
+    board.waiters.wait_until(lambda: not (board.is_closed and board.pauses))
     with interrupts.held() if board.is_closed else contextlib.nullcontext():
         has_begun = board.put(closure, here=here)
         while has_begun:

@@ -239,7 +239,7 @@ Argument = jax.Array | np.ndarray | RemoteArray
 # -- for the user -------------------------------------------------------------
 
 
-def refuses_pickle(fix: str) -> Callable[[Any], NoReturn]:
+def refuses_pickle(fix: str) -> Any:
     """Returns a `__reduce__` of objects that are tied to workers and closures of this process.
 
     Args:

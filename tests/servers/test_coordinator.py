@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import types
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -232,6 +233,32 @@ def test_a_closure_that_waits_for_another_worker_is_run_all_the_same(method, mon
     with pytest.raises(CancelledError, match=r"before it had run"):
         values[1].fetch()
     assert strategy.value("total") == 1
+
+
+def test_a_closure_that_no_worker_is_left_to_run_is_cancelled(monkeypatch):
+    has_died = threading.Event()
+
+    def fault(point, worker, closure):
+        if point == "before_push":
+            has_died.set()
+            raise WorkerDied
+
+    def prepare(worker, is_wanted):
+        while has_died.is_set() and is_wanted():  # as a process for which there is no room
+            time.sleep(0.01)
+        return not has_died.is_set()
+
+    strategy = make(workers=1, fault=fault)
+    monkeypatch.setattr(strategy.engine, "prepare", prepare)
+    coordinator = Coordinator(strategy)
+    value = coordinator.schedule(counter(), one(1))
+    board = coordinator._board
+    assert board.waiters.wait_until(lambda: board.counts["retried"], 60)
+    closing = threading.Thread(target=coordinator.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    with pytest.raises(CancelledError):
+        value.fetch(timeout=0)
 
 
 def test_a_closure_that_kills_every_worker_is_given_up():

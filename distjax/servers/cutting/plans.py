@@ -53,19 +53,17 @@ from distjax.servers.cutting.code import (
 from distjax.servers.cutting.stages import (
     Localities,
     TracedStage,
-    find_localities,
-    open_calls,
-    read_parts,
-    split_stages,
-)
-from distjax.servers.cutting.update import (
     Update,
     cut_by_owner,
     equations_at_worker,
+    find_localities,
     join_answers,
     move_to_worker,
+    open_calls,
     opened,
+    read_parts,
     slices_of_operands,
+    split_stages,
     trace_update,
 )
 from distjax.servers.plan import Push, Stage, StepPlan

@@ -3,7 +3,7 @@
 The user's merge works on whole values. Here it becomes a function of shards: an equation that
 computes each row from the same row of its operands runs shard by shard, and a lookup of rows runs
 in each shard. All others run on whole values, concatenated from the shards. That is correct too,
-but it needs shards of several servers, which is for `update.py` to find.
+but it needs shards of several servers, which is for `stages.py` to find.
 
 How each value is needed is found first: forwards, what is computed in shards because its operands
 are; then backwards, in which shards the results need the rest, so that it is sliced early.
@@ -211,7 +211,7 @@ def _sliced(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
 #: How many rows the shards of a value have, in order; empty: it is whole.
 Sizes: TypeAlias = tuple[int, ...]
 #: Returns a value in its shards of these sizes.
-_Get: TypeAlias = Callable[[Any, Sizes], Sequence[Any]]
+_Get: TypeAlias = Callable[[Any, Sizes], tuple[Any, ...]]
 
 
 def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Code:
@@ -336,11 +336,11 @@ class _Values:
           inputs: the shards of each operand; a whole one is its only shard.
           given: sizes of the results.
         """
-        forms: dict[Var, dict[Sizes, Sequence[Any]]] = {}
+        forms: dict[Var, dict[Sizes, tuple[Any, ...]]] = {}
         for v, shards in zip(self._jaxpr.invars, inputs, strict=True):
             forms[v] = {self.natural.get(v, ()): shards}
 
-        def get(atom: Var | Literal, sizes: Sizes) -> Sequence[Any]:
+        def get(atom: Var | Literal, sizes: Sizes) -> tuple[Any, ...]:
             """Returns the shards of a value; a whole one is its only shard."""
             if isinstance(atom, Literal):
                 return _cut(atom.val, sizes)
@@ -388,6 +388,6 @@ def _rows_of(eqn: JaxprEqn) -> list[Any]:
     return [v for v, by_rows in zip(eqn.invars, takes, strict=False) if by_rows]
 
 
-def _cut(value: jax.Array, sizes: Sizes) -> Sequence[Any]:
+def _cut(value: jax.Array, sizes: Sizes) -> tuple[Any, ...]:
     cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _row_ranges(sizes)]
     return tuple(cut) if sizes else (value,)

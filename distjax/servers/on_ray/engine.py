@@ -342,8 +342,8 @@ class Sent:
 
     def __init__(self, engine: RayEngine, worker: int, process: RayProcess, task: Task):
         self._engine, self._worker, self._process, self._task = engine, worker, process, task
-        self._elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
-        self._elements = list(dict.fromkeys(self._elements))
+        elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
+        self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
         self._order = Order(
             engine.number_of(task.plan),
             engine.epoch,
@@ -358,6 +358,7 @@ class Sent:
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
             return to_wire(array)
+        assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
     def send(self, method: str) -> None:

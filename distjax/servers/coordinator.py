@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ from distjax.servers.per_worker import (
     refuses_pickle,
     require_source,
 )
-from distjax.servers.server import ServerSnapshot, add_totals
+from distjax.servers.server import Report, ServerSnapshot
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_lines import user_stacklevel
@@ -367,7 +368,7 @@ class Coordinator:
             why="two would share its workers' turns and its servers' order",
             fix="use that one, or close it first: coordinator.close()",
         )
-        self._before = add_totals(s.report().totals for s in strategy.engine.servers)
+        self._before = _add(server.report() for server in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._board.add_workers(strategy.num_workers)
@@ -627,16 +628,17 @@ class Coordinator:
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
         servers = [(server, server.report()) for server in engine.servers]
-        totals = add_totals(report.totals for _, report in servers)
-        staleness = totals.staleness - self._before.staleness
+        totals = _add(report for _, report in servers)
+        totals.subtract(self._before)
+        staleness = {k: n for k, n in totals.items() if isinstance(k, int) and n}
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
             "queue": len(board.queue),
             "versions": [report.version for _, report in servers],
             "staleness": dict(sorted(staleness.items())),
-            "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
-            "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
-            "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
+            "bytes_pulled": totals["pulled"],
+            "bytes_pushed": totals["pushed"],
+            "pushes_per_second": sum(staleness.values()) / (time.monotonic() - board.started),
             "workers": board.describe_workers(),
             "servers": [
                 {"id": s.number, "pid": s.pid, "version": report.version, "bytes": report.nbytes}
@@ -664,6 +666,15 @@ class Coordinator:
             fix="coordinator = dj.Coordinator(strategy) opens another",
             error=RuntimeError,
         )
+
+
+def _add(reports: Iterable[Report]) -> collections.Counter[int | str]:
+    """Returns how many pushes had each staleness, and the bytes pulled and pushed."""
+    totals: collections.Counter[int | str] = collections.Counter()
+    for report in reports:
+        totals.update({"pulled": report.bytes_pulled, "pushed": report.bytes_pushed})
+        totals.update(report.staleness)
+    return totals
 
 
 def _not_ended(left: Sequence[str], timeout: float | None) -> str:

@@ -54,23 +54,6 @@ class ServerSnapshot(NamedTuple):
     values: Mapping[str, jax.Array]
 
 
-@dataclasses.dataclass
-class Totals:
-    """Totals of the requests to a server.
-
-    Attributes:
-      staleness: how many writing pushes had each staleness.
-      bytes_pulled: bytes of the values that workers read, and of the answers to pushes.
-      bytes_pushed: bytes that workers sent.
-    """
-
-    staleness: collections.Counter[int] = dataclasses.field(
-        default_factory=collections.Counter[int]
-    )
-    bytes_pulled: int = 0
-    bytes_pushed: int = 0
-
-
 class Report(NamedTuple):
     """What a server says of itself.
 
@@ -78,13 +61,17 @@ class Report(NamedTuple):
       version: how many writes it has applied.
       nbytes: the bytes of all values.
       num_kept: how many closures it keeps records of.
-      totals: the totals of its requests.
+      staleness: how many writing pushes had each staleness.
+      bytes_pulled: bytes of the values that workers have read, and of the answers to pushes.
+      bytes_pushed: bytes that workers have sent.
     """
 
     version: int = 0
     nbytes: int = 0
     num_kept: int = 0
-    totals: Totals = Totals()
+    staleness: Mapping[int, int] = {}
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
 
 
 class ParameterServer(Protocol):
@@ -163,16 +150,6 @@ class ParameterServer(Protocol):
             snapshot contains them: their further pushes are rejected.
         """
         ...
-
-
-def add_totals(each: Iterable[Totals]) -> Totals:
-    """Returns the combined totals of several servers."""
-    totals = list(each)
-    return Totals(
-        sum((t.staleness for t in totals), start=collections.Counter[int]()),
-        sum(t.bytes_pulled for t in totals),
-        sum(t.bytes_pushed for t in totals),
-    )
 
 
 def lost_error(number: int, got: str = "a server that is lost") -> ServerLostError:
@@ -302,7 +279,8 @@ class Server(ParameterServer):
         self.pid = os.getpid()
         self._version = 0
         self.is_lost = False
-        self.totals = Totals()
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self._bytes_pulled = self._bytes_pushed = 0
         self._lock = threading.Lock()
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
@@ -321,9 +299,14 @@ class Server(ParameterServer):
     def report(self) -> Report:
         with self._lock:
             self._forget_removed()
-            totals = dataclasses.replace(self.totals, staleness=self.totals.staleness.copy())
-            nbytes = sum(self._sizes[key] for key in self._values)
-            return Report(self._version, nbytes, self._applied.num_kept, totals)
+            return Report(
+                self._version,
+                sum(self._sizes[key] for key in self._values),
+                self._applied.num_kept,
+                self.staleness.copy(),
+                self._bytes_pulled,
+                self._bytes_pushed,
+            )
 
     # -- values ---------------------------------------------------------------
 
@@ -351,7 +334,7 @@ class Server(ParameterServer):
         """
         with self._lock:  # so that a copy begins before a push reuses the memory
             values = self._require(keys)
-            self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
+            self._bytes_pulled += sum(self._sizes[key] for key in keys)
             if home is None:
                 jax.block_until_ready(values)
                 return self._version, [as_view(value) for value in values]
@@ -443,14 +426,14 @@ class Server(ParameterServer):
                 results, token = self._programs.run(push.program, args, _donated(push))
             num_writes = len(push.writes)
             new_values, answers = results[:num_writes], results[num_writes:]
-            self.totals.bytes_pushed += sum(x.nbytes for x in arrays)
-            self.totals.bytes_pulled += sum(x.nbytes for x in answers)
+            self._bytes_pushed += sum(x.nbytes for x in arrays)
+            self._bytes_pulled += sum(x.nbytes for x in answers)
             if not num_writes:
                 return Answer(self._version, answers, token)
             self._values.update(zip(push.writes, new_values, strict=True))
             if pulled is not None:
                 own = self._applied.num_pushes_since(closure, pulled)
-                self.totals.staleness[self._version - pulled - own] += 1
+                self.staleness[self._version - pulled - own] += 1
             self._version += 1
             answer = Answer(self._version, answers, token)
             self._applied.add(closure, stage, answer)

@@ -1,5 +1,6 @@
 """What a signal, a close or another thread finds in the midst of things."""
 
+import collections
 import os
 import threading
 
@@ -11,7 +12,6 @@ import distjax as dj
 from distjax.servers import board as boards
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.server import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -145,7 +145,7 @@ def test_totals_can_be_read_while_pushes_are_counted():
     def read():
         while not stop.is_set():
             try:
-                add_totals([server.report().totals])
+                collections.Counter(server.report().staleness)
             except RuntimeError as error:
                 errors.append(error)
                 return
@@ -154,7 +154,7 @@ def test_totals_can_be_read_while_pushes_are_counted():
     thread.start()
     for i in range(20_000):
         with server._lock:
-            server.totals.staleness[i] += 1
+            server.staleness[i] += 1
     stop.set()
     thread.join()
     assert not errors

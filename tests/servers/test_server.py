@@ -87,7 +87,7 @@ def test_staleness_counts_the_pushes_of_others():
     push(server, 1, stage=0, pulled=0)
     push(server, 1, stage=1, pulled=0)  # its own first push is not others'
     push(server, 1, stage=1, pulled=0)  # applied already: not counted
-    assert server.totals.staleness == {0: 1, 1: 2}
+    assert server.staleness == {0: 1, 1: 2}
 
 
 def test_what_was_given_to_a_worker_stays_as_it_was():

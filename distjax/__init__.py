@@ -32,8 +32,7 @@ from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.arguments import static
 from distjax.replica.contexts import ReplicaContext
-from distjax.servers.calls import RemoteValue
-from distjax.servers.coordinator import Coordinator
+from distjax.servers.coordinator import Coordinator, RemoteValue
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.strategies.default import DefaultStrategy

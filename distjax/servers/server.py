@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +22,23 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.errors import ServerLostError, message
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
-from distjax.servers.plan import Program
-from distjax.servers.programs import Given, Programs, as_view, place, raises_for_values, struct_of
+from distjax.servers.plan import (
+    Given,
+    Programs,
+    Push,
+    as_view,
+    compile_traced,
+    place,
+    raises_for_values,
+    struct_of,
+)
 from distjax.typing import ArrayLike
 
 
@@ -44,23 +54,6 @@ class ServerSnapshot(NamedTuple):
     values: Mapping[str, jax.Array]
 
 
-@dataclasses.dataclass
-class Totals:
-    """Totals of the requests to a server.
-
-    Attributes:
-      staleness: how many writing pushes had each staleness.
-      bytes_pulled: bytes of the values that workers read, and of the answers to pushes.
-      bytes_pushed: bytes that workers sent.
-    """
-
-    staleness: collections.Counter[int] = dataclasses.field(
-        default_factory=collections.Counter[int]
-    )
-    bytes_pulled: int = 0
-    bytes_pushed: int = 0
-
-
 class Report(NamedTuple):
     """What a server says of itself.
 
@@ -68,13 +61,17 @@ class Report(NamedTuple):
       version: how many writes it has applied.
       nbytes: the bytes of all values.
       num_kept: how many closures it keeps records of.
-      totals: the totals of its requests.
+      staleness: how many writing pushes had each staleness.
+      bytes_pulled: bytes of the values that workers have read, and of the answers to pushes.
+      bytes_pushed: bytes that workers have sent.
     """
 
     version: int = 0
     nbytes: int = 0
     num_kept: int = 0
-    totals: Totals = Totals()
+    staleness: Mapping[int, int] = {}
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
 
 
 class ParameterServer(Protocol):
@@ -138,10 +135,6 @@ class ParameterServer(Protocol):
         """Drops a closure that is over, now or later, and rejects its further pushes."""
         ...
 
-    def withdraw(self, closure: int) -> bool:
-        """Rejects further pushes of a closure, at once; returns whether it has changed a value."""
-        ...
-
     def snapshot(self) -> ServerSnapshot:
         """Returns a copy of all values."""
         ...
@@ -157,16 +150,6 @@ class ParameterServer(Protocol):
             snapshot contains them: their further pushes are rejected.
         """
         ...
-
-
-def add_totals(each: Iterable[Totals]) -> Totals:
-    """Returns the combined totals of several servers."""
-    totals = list(each)
-    return Totals(
-        sum((t.staleness for t in totals), start=collections.Counter[int]()),
-        sum(t.bytes_pulled for t in totals),
-        sum(t.bytes_pushed for t in totals),
-    )
 
 
 def lost_error(number: int, got: str = "a server that is lost") -> ServerLostError:
@@ -197,6 +180,10 @@ class Answer(NamedTuple):
     version: int
     arrays: tuple[jax.Array, ...]
     token: jax.Array
+
+
+#: The numbers of a closure, its stage and the attempt.
+PushKey = tuple[int, int, int]
 
 
 class RefusedPush(Exception):
@@ -253,15 +240,14 @@ class Applied:
         """Returns how many versions after `version` an open closure has itself created."""
         return sum(own.version > version for own in self._open[closure].answers.values())
 
-    def mark_done(self, closure: int) -> bool:
-        """Drops the answers, and returns whether there were any; later pushes are rejected."""
-        record = self._open.pop(closure, None)
+    def mark_done(self, closure: int) -> None:
+        """Drops the answers of a closure that is over; later pushes are rejected."""
+        self._open.pop(closure, None)
         if closure >= self.watermark:
             self._done.add(closure)
         while self.watermark in self._done:
             self._done.remove(self.watermark)
             self.watermark += 1
-        return record is not None and bool(record.answers)
 
     def restart(self, watermark: int) -> None:
         """Drops all answers; closures with numbers below `watermark` are done, too."""
@@ -289,11 +275,12 @@ class Server(ParameterServer):
 
     def __init__(self, number: int, device: jax.Device):
         self.number = number
-        self.device = device
+        self.device, self._here = device, SingleDeviceSharding(device)
         self.pid = os.getpid()
         self._version = 0
         self.is_lost = False
-        self.totals = Totals()
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self._bytes_pulled = self._bytes_pushed = 0
         self._lock = threading.Lock()
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
@@ -312,9 +299,14 @@ class Server(ParameterServer):
     def report(self) -> Report:
         with self._lock:
             self._forget_removed()
-            totals = dataclasses.replace(self.totals, staleness=self.totals.staleness.copy())
-            nbytes = sum(self._sizes[key] for key in self._values)
-            return Report(self._version, nbytes, self._applied.num_kept, totals)
+            return Report(
+                self._version,
+                sum(self._sizes[key] for key in self._values),
+                self._applied.num_kept,
+                self.staleness.copy(),
+                self._bytes_pulled,
+                self._bytes_pushed,
+            )
 
     # -- values ---------------------------------------------------------------
 
@@ -342,7 +334,7 @@ class Server(ParameterServer):
         """
         with self._lock:  # so that a copy begins before a push reuses the memory
             values = self._require(keys)
-            self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
+            self._bytes_pulled += sum(self._sizes[key] for key in keys)
             if home is None:
                 jax.block_until_ready(values)
                 return self._version, [as_view(value) for value in values]
@@ -372,24 +364,22 @@ class Server(ParameterServer):
 
     # -- closures -------------------------------------------------------------
 
-    def compile(
-        self,
-        program: Program,
-        takes: Sequence[str],
-        writes: Sequence[str],
-        arrays: Sequence[Given],
-    ) -> None:
+    def compile(self, push: Push, operands: Sequence[Given] = ()) -> None:
         """Compiles the program of a push beforehand, since a push that compiles holds up others.
 
         Args:
-          program: see `push`.
-          takes: see `push`.
-          writes: see `push`.
-          arrays: structs for the worker's operands, as `push` will have them here.
+          push: the push.
+          operands: those of the worker: a numpy array is one here too.
         """
-        held = self._structs(takes)
+        held = self._structs(push.takes)
+        avals = push.program.avals[len(held) :]
+        arrays = [
+            x if isinstance(x, np.ndarray) else struct_of(aval, self._here)
+            for x, aval in itertools.zip_longest(operands, avals)
+        ]
         with self._compiling, jax.default_device(self.device):
-            self._programs.compile(program, [*held, *arrays], _donated(takes, writes))
+            args = [*held, *arrays]
+            compile_traced(self._programs.trace(push.program, args, _donated(push)))
 
     def compile_pull(self, keys: Sequence[str], home: Topology) -> None:
         """Compiles what `pull` runs."""
@@ -400,12 +390,8 @@ class Server(ParameterServer):
 
     def push(
         self,
-        closure: int,
-        stage: int,
-        attempt: int,
-        program: Program,
-        takes: Sequence[str],
-        writes: Sequence[str],
+        key: PushKey,
+        push: Push,
         arrays: Sequence[jax.Array],
         *,
         pulled: int | None = None,
@@ -416,12 +402,8 @@ class Server(ParameterServer):
         A repeated push of the same closure and stage gets the first one's answer.
 
         Args:
-          closure: its number.
-          stage: the number of the stage that pushes.
-          attempt: the number of the attempt at the closure.
-          program: (*takes, *arrays) -> (*new values of writes, *answers).
-          takes: keys that it reads.
-          writes: those of them that it writes.
+          key: closure, stage, and the number of the attempt at the closure.
+          push: what it reads and writes here, and its program.
           arrays: the worker's operands.
           pulled: the version that the worker pulled from this server, or None.
           before: called just before the push is applied; may raise ServerDied.
@@ -430,37 +412,36 @@ class Server(ParameterServer):
           RefusedPush: the closure is done, or has a later attempt.
           ServerLostError: the server is lost.
         """
-        arrays = place(arrays, self.device)
+        closure, stage, attempt = key
+        arrays = [place(x, self._here) for x in arrays]
         with self._lock:
-            values = self._require(takes)
+            values = self._require(push.takes)
             earlier = self._applied.find(closure, stage, attempt)
             if earlier is not None:
                 return earlier
             if before is not None:
                 self._call(before)
-            donated = _donated(takes, writes)
             with jax.default_device(self.device):  # else it is compiled for each worker's
-                results, token = self._programs.run(program, [*values, *arrays], donated)
-            new_values, answers = results[: len(writes)], results[len(writes) :]
-            self.totals.bytes_pushed += sum(x.nbytes for x in arrays)
-            self.totals.bytes_pulled += sum(x.nbytes for x in answers)
-            if not writes:
+                args = [*values, *arrays]
+                results, token = self._programs.run(push.program, args, _donated(push))
+            num_writes = len(push.writes)
+            new_values, answers = results[:num_writes], results[num_writes:]
+            self._bytes_pushed += sum(x.nbytes for x in arrays)
+            self._bytes_pulled += sum(x.nbytes for x in answers)
+            if not num_writes:
                 return Answer(self._version, answers, token)
-            self._values.update(zip(writes, new_values, strict=True))
+            self._values.update(zip(push.writes, new_values, strict=True))
             if pulled is not None:
                 own = self._applied.num_pushes_since(closure, pulled)
-                self.totals.staleness[self._version - pulled - own] += 1
+                self.staleness[self._version - pulled - own] += 1
             self._version += 1
             answer = Answer(self._version, answers, token)
             self._applied.add(closure, stage, answer)
             return answer
 
     def mark_done(self, closure: int) -> None:
-        self.withdraw(closure)
-
-    def withdraw(self, closure: int) -> bool:
         with self._lock:
-            return self._applied.mark_done(closure)
+            self._applied.mark_done(closure)
 
     # -- snapshots and loss ---------------------------------------------------
 
@@ -518,19 +499,18 @@ class Server(ParameterServer):
 
     def _structs(self, keys: Iterable[str]) -> list[jax.ShapeDtypeStruct]:
         """Returns what stands for values in a compilation; takes the lock."""
-        here = SingleDeviceSharding(self.device)
         with self._lock:
-            return [struct_of(jax_compat.aval_of(x), here) for x in self._require(keys)]
+            return [struct_of(jax_compat.aval_of(x), self._here) for x in self._require(keys)]
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
-        return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
+        return transfer(jnp.array(value, copy=True), self._here)
 
 
 def _copies(*values: jax.Array) -> list[jax.Array]:
     return [jnp.array(value, copy=True) for value in values]
 
 
-def _donated(takes: Sequence[str], writes: Sequence[str]) -> tuple[int, ...]:
+def _donated(push: Push) -> tuple[int, ...]:
     """Returns the argument numbers of the values that a push replaces."""
-    return tuple(i for i, key in enumerate(takes) if key in writes)
+    return tuple(i for i, key in enumerate(push.takes) if key in push.writes)

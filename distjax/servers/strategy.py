@@ -15,7 +15,7 @@ import numpy as np
 from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import Destinations
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, require
 from distjax.integers import is_int, require_int
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.objects.stateful import run_here
@@ -27,12 +27,12 @@ from distjax.placement.topology import (
     one_device_topology,
 )
 from distjax.replica.arguments import require_call
-from distjax.servers.calls import run_step
+from distjax.servers.board import Board
+from distjax.servers.coordinator import run_step
 from distjax.servers.cutting.description import CutDescription, describe_plan
 from distjax.servers.cutting.plans import Cutter
-from distjax.servers.engine import Engine, ServerStrategy
-from distjax.servers.plan import StepPlan
-from distjax.servers.programs import Programs, outs_of, sharding_of, struct_of
+from distjax.servers.engine import Engine, ThreadEngine
+from distjax.servers.plan import Programs, StepPlan, outs_of, sharding_of, struct_of
 from distjax.servers.server import ParameterServer
 from distjax.servers.storage import (
     ServerPlacement,
@@ -40,8 +40,6 @@ from distjax.servers.storage import (
     make_parts,
     policy_at_servers,
 )
-from distjax.servers.threads import ThreadEngine
-from distjax.servers.worker_threads import board_of
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.inspection import StrategyDescription
 from distjax.strategies.job_devices import warn_if_alone
@@ -57,21 +55,21 @@ class ParameterServerExtended(StrategyExtended):
 
     Args:
       topology: the replicas of a worker, all on the device where the user's process gets values.
-      engine: runs workers and servers.
+      board: of its closures; its engine runs workers and servers.
       num_servers: how many servers there are.
       partitioner: says into how many shards a variable is split; None: none is split.
       cut: "least_bytes" or "arguments".
       run_closure: runs a function with its arguments as one closure, and waits for its result.
 
     Attributes:
-      engine: as given.
+      board: as given.
       cutter: cuts steps.
     """
 
     def __init__(
         self,
         topology: Topology,
-        engine: Engine,
+        board: Board,
         num_servers: int,
         partitioner: Partitioner | None,
         cut: str,
@@ -81,7 +79,7 @@ class ParameterServerExtended(StrategyExtended):
         self.at_servers = ServerPlacement(num_servers, device, partitioner)
         self._device = device
         super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
-        self.engine = engine
+        self.board = board
         self.run_closure = run_closure
         self.cutter = Cutter(topology, num_servers, cut, lambda: self.strategy)
         self._numbers = itertools.count()
@@ -89,7 +87,7 @@ class ParameterServerExtended(StrategyExtended):
     @property
     def servers(self) -> Sequence[ParameterServer]:
         """The servers."""
-        return self.engine.servers
+        return self.board.engine.servers
 
     def call_for_each_replica(
         self,
@@ -107,9 +105,7 @@ class ParameterServerExtended(StrategyExtended):
 
     def pause_writers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which no closure runs."""
-        strategy: object = self.strategy
-        assert isinstance(strategy, ServerStrategy), "this is the inside of one"
-        return board_of(strategy).paused()
+        return self.board.paused()
 
     # -- variables ------------------------------------------------------------
 
@@ -148,16 +144,13 @@ def _require_modes(modes: VariableModes, name: str) -> None:
     """Raises a ValueError for a variable that would need a component per worker."""
     synchronization, aggregation = modes
     is_on_read = synchronization is VariableSynchronization.ON_READ
-    if not is_on_read or aggregation is VariableAggregation.SUM:
-        return
-    raise ValueError(
-        message(
-            f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
-            got=f"ON_READ + {aggregation.name}",
-            why="workers come and go: there is one value, to which each adds what it has",
-            fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
-            "one value that every worker may set",
-        )
+    require(
+        not is_on_read or aggregation is VariableAggregation.SUM,
+        f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
+        got=f"ON_READ + {aggregation.name}",
+        why="workers come and go: there is one value, to which each adds what it has",
+        fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
+        "one value that every worker may set",
     )
 
 
@@ -212,8 +205,20 @@ class ParameterServerStrategy(Strategy):
     ):
         _require_count(servers, "servers")
         require_partitioner("ParameterServerStrategy", partitioner)
-        _require_staleness(max_staleness)
-        _require_cut(cut)
+        require(
+            max_staleness is None or (is_int(max_staleness) and max_staleness >= 0),
+            "ParameterServerStrategy: max_staleness needs None or an int of 0 or more",
+            got=describe_value(max_staleness),
+            why="it bounds how many writes come between a worker's reading and its writing",
+            fix="dj.ParameterServerStrategy(max_staleness=4); 0 is one step at a time",
+        )
+        require(
+            cut in CUTS,
+            f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
+            got=describe_value(cut),
+            why="it says which part of a merge the worker does",
+            fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
+        )
         homes = self._homes = _as_homes(_as_workers(workers), axis_name)
         self.worker_devices = tuple(home.devices for home in homes)
         self.max_staleness = max_staleness
@@ -225,9 +230,10 @@ class ParameterServerStrategy(Strategy):
             max_staleness,
         )
         topology = one_device_topology(devices[0], homes[0].num_replicas, axis_name)
+        self.board = Board(self.engine)
         run_closure = functools.partial(run_step, self)
         super().__init__(
-            ParameterServerExtended(topology, self.engine, servers, partitioner, cut, run_closure)
+            ParameterServerExtended(topology, self.board, servers, partitioner, cut, run_closure)
         )
 
     @property
@@ -309,33 +315,25 @@ def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
 
 
 def _as_engine(engine: Engine | str) -> Engine:
-    if isinstance(engine, Engine):
-        _require_unused(engine)
-        return engine
     if engine == "threads":
         return ThreadEngine()
-    raise ValueError(
-        message(
-            'ParameterServerStrategy: engine needs "threads", or an engine',
-            got=describe_value(engine),
-            why="it runs workers and servers",
-            fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
-        )
+    require(
+        isinstance(engine, Engine),
+        'ParameterServerStrategy: engine needs "threads", or an engine',
+        got=describe_value(engine),
+        why="it runs workers and servers",
+        fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
     )
-
-
-def _require_unused(engine: Engine) -> None:
-    if not engine.servers:
-        return
+    assert isinstance(engine, Engine), "as was checked"
     kind = type(engine).__name__
-    raise ValueError(
-        message(
-            "ParameterServerStrategy needs an engine of its own",
-            got=f"a {kind} that another strategy has",
-            why="an engine holds the servers of one strategy",
-            fix=f"engine={kind}(...) for each strategy",
-        )
+    require(
+        not engine.servers,
+        "ParameterServerStrategy needs an engine of its own",
+        got=f"a {kind} that another strategy has",
+        why="an engine holds the servers of one strategy",
+        fix=f"engine={kind}(...) for each strategy",
     )
+    return engine
 
 
 def _as_workers(
@@ -351,25 +349,21 @@ def _as_workers(
         _require_count(workers, "workers")
         return tuple((devices[i % len(devices)],) for i in range(workers))
     each = [tuple(w) for w in workers] if isinstance(workers, (list, tuple)) else []
-    if not each or not all(w and all(isinstance(d, jax.Device) for d in w) for w in each):
-        raise ValueError(
-            message(
-                "ParameterServerStrategy: workers needs a number, or devices for each",
-                got=describe_value(workers),
-                why="each worker runs its replicas on devices, one replica on each",
-                fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
-            )
-        )
+    require(
+        each and all(w and all(isinstance(d, jax.Device) for d in w) for w in each),
+        "ParameterServerStrategy: workers needs a number, or devices for each",
+        got=describe_value(workers),
+        why="each worker runs its replicas on devices, one replica on each",
+        fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
+    )
     counts = sorted({len(w) for w in each})
-    if len(counts) > 1:
-        raise ValueError(
-            message(
-                "ParameterServerStrategy: workers needs as many devices for each",
-                got=f"{' and '.join(map(str, counts))} devices",
-                why="a step is cut once, for so many replicas, and any worker may run it",
-                fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
-            )
-        )
+    require(
+        len(counts) == 1,
+        "ParameterServerStrategy: workers needs as many devices for each",
+        got=f"{' and '.join(map(str, counts))} devices",
+        why="a step is cut once, for so many replicas, and any worker may run it",
+        fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
+    )
     return tuple(each)
 
 
@@ -381,36 +375,6 @@ def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[T
 
 
 def _require_count(value: object, name: str) -> None:
-    require_int(
-        f"ParameterServerStrategy: {name}",
-        value,
-        1,
-        why="a step needs a worker to run at, and a server for its variables",
-        fix=f"dj.ParameterServerStrategy({name}=2)",
-    )
-
-
-def _require_staleness(value: object) -> None:
-    if value is None or (is_int(value) and value >= 0):
-        return
-    raise ValueError(
-        message(
-            "ParameterServerStrategy: max_staleness needs None or an int of 0 or more",
-            got=describe_value(value),
-            why="it bounds how many writes come between a worker's reading and its writing",
-            fix="dj.ParameterServerStrategy(max_staleness=4); 0 is one step at a time",
-        )
-    )
-
-
-def _require_cut(value: object) -> None:
-    if value in CUTS:
-        return
-    raise ValueError(
-        message(
-            f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
-            got=describe_value(value),
-            why="it says which part of a merge the worker does",
-            fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
-        )
-    )
+    why = "a step needs a worker to run at, and a server for its variables"
+    fix = f"dj.ParameterServerStrategy({name}=2)"
+    require_int(f"ParameterServerStrategy: {name}", value, 1, why=why, fix=fix)

@@ -6,8 +6,9 @@ import numpy as np
 
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.servers.board import Board
+from distjax.servers.engine import ThreadEngine
 from distjax.servers.plan import Program, Push, Stage, StepPlan
-from distjax.servers.threads import ThreadEngine
 
 
 def numbers(count, dtype=np.float32, shape=()):
@@ -35,6 +36,7 @@ class HandMade:
         self.engine.start(
             [homes[i % len(homes)] for i in range(workers)], devices[:servers], max_staleness
         )
+        self.board = Board(self.engine)
 
     def cut_step(self, fn, args, kwargs):
         if not isinstance(fn, Step):

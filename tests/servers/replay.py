@@ -26,9 +26,10 @@ class Record:
             server.push = self._watched(server.number, server.push)
 
     def _watched(self, number, push):
-        def watched(closure, stage, attempt, *args, pulled, **options):
+        def watched(key, *args, pulled, **options):
+            closure, _, attempt = key
             self.pulled.setdefault((closure, attempt), {})[number] = pulled
-            answer = push(closure, stage, attempt, *args, pulled=pulled, **options)
+            answer = push(key, *args, pulled=pulled, **options)
             self.applied[number].setdefault(answer.version, (closure, attempt))
             return answer
 

@@ -16,16 +16,14 @@ import optax
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import SingleDeviceSharding
 
 import distjax as dj
-from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.servers.coordinator import Coordinator
+from distjax.servers.engine import ThreadEngine
 from distjax.servers.on_ray import wire
 from distjax.servers.storage import parts_of
-from distjax.servers.threads import ThreadEngine
 from tests.servers.hand_made import HandMade, sgd
 from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step
 
@@ -201,8 +199,7 @@ class Handle:
 
 @pytest.mark.parametrize("size", [3, 600])  # of which 600 x 600 numbers are placed on arrival
 def test_ray_workers_compile_before_they_pull(size, monkeypatch):
-    from distjax.servers.on_ray import server as ray_server
-    from distjax.servers.on_ray import worker as ray_worker
+    from distjax.servers.on_ray import actors
 
     # Not Ray itself: an engine imports it before anyone else.
     exceptions = types.SimpleNamespace(RayActorError=OSError, RayTaskError=OSError)
@@ -221,11 +218,11 @@ def test_ray_workers_compile_before_they_pull(size, monkeypatch):
     plan, _ = strategy.cut_step(step, arrays, None)
     shipped = wire.export_plan(plan, 1, (1, "replica"), {"cpu"}, {"cpu"})
     with watching() as watch:
-        server = ray_server.ServerActor(0, {0: shipped.for_servers[0]})
+        server = actors.ServerActor(0, {0: shipped.for_servers[0]})
         for key in plan.owners:
             [value] = wire.to_wire(strategy.servers[0].read([key])[1])
             server.ask("create", (key, value), None)
-        worker = ray_worker.WorkerActor(1, "replica")
+        worker = actors.WorkerActor(1, "replica")
         worker.add_plan(0, shipped.for_workers, 0, [Handle(server, watch)])
         modes = ProgramModes.of_this_thread()
         for closure in range(3):
@@ -234,21 +231,3 @@ def test_ray_workers_compile_before_they_pull(size, monkeypatch):
     assert isinstance(done, wire.Done)
     assert watch.num_programs > 0
     assert watch.num_late == 0
-
-
-DTYPES = ("float32", "bfloat16", "int8", "bool", "float64", "int64", "complex64")
-
-
-@pytest.mark.parametrize("size", [3, 1 << 19])
-@pytest.mark.parametrize("dtype", [*DTYPES, "key"])
-def test_what_ray_workers_get_is_as_was_said(dtype, size):
-    device = jax.devices()[1]
-    with jax.enable_x64(dtype in ("float64", "int64")):
-        if dtype == "key":
-            array = jax.random.split(jax.random.key(0), 3)
-        else:
-            array = jnp.zeros(size, dtype)
-        [got] = wire.for_programs(wire.to_wire([array]), device)
-        said = wire.arrives_as(jax_compat.aval_of(array), SingleDeviceSharding(device))
-    assert said.shape == got.shape and said.dtype == got.dtype
-    assert said.sharding == getattr(got, "sharding", None)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers.board import Board, Numbers, Worker
-from distjax.servers.closure import Call, Closure
-from distjax.servers.elements import Cursor, DataEnded, Elements
+from distjax.servers.board import Closure
 from distjax.servers.engine import WorkerDied
-from distjax.servers.per_worker import PerWorkerIterator
+from distjax.servers.per_worker import Cursor, DataEnded, Elements, PerWorkerIterator
 
 
 class Counting:
@@ -119,94 +117,37 @@ def test_next_gives_back_what_it_has_drawn_when_another_worker_has_none(error):
     assert iterator.draw(0) == 1
 
 
-class Held:
-    """A closure that adds an element in two pushes, and is held at a point of it."""
+def test_what_is_cancelled_has_drawn_nothing_and_what_has_drawn_is_run():
+    """So each element is applied once, also that of a closure whose worker was lost."""
+    arrived, let_go, lost = threading.Event(), threading.Event(), []
 
-    def __init__(self, point, elements, workers=1):
-        self.point, self.arrived, self.let_go = point, threading.Event(), threading.Event()
-        engine = dj.servers.ThreadEngine(fault=self.hold)
-        self.strategy = dj.ParameterServerStrategy(workers, engine=engine)
-        with self.strategy.scope():
-            self.first, self.second = (dj.Variable(0, name=name) for name in "ab")
-        self.coordinator = dj.Coordinator(self.strategy)
-        data = [np.int32(x) for x in elements]
-        self.iterator = iter(self.coordinator.create_per_worker_dataset(data))
-        self.value = self.schedule()
-        self.arrived.wait()
+    def hold(point, worker, closure):
+        if point == "after_push" and not lost:
+            lost.append(closure)
+            arrived.set()
+            let_go.wait()
+            raise WorkerDied(point)
 
-    def hold(self, point, worker, closure):
-        if closure == 0 and point == self.point:
-            self.arrived.set()
-            self.let_go.wait()
+    engine = dj.servers.ThreadEngine(fault=hold)
+    strategy = dj.ParameterServerStrategy(1, engine=engine)
+    with strategy.scope():
+        first, second = dj.Variable(0, name="a"), dj.Variable(0, name="b")
 
-    def step(self, x):
-        self.second.assign_add(jnp.sign(self.first.assign_add(x)))
+    def step(x):
+        second.assign_add(jnp.sign(first.assign_add(x)))  # two pushes
 
-    def schedule(self):
-        return self.coordinator.schedule(self.step, args=(self.iterator,))
-
-    def cancel(self):
-        self.coordinator.cancel()
-        self.let_go.set()
-        self.coordinator.join()
-
-
-@pytest.mark.parametrize("point", ["pull", "before_push", "after_push"])
-def test_what_a_stopped_closure_has_not_pushed_is_drawn_again(point):
-    held = Held(point, [1, 2, 4])
-    with held.coordinator:
-        held.cancel()
-        *_, last = [held.schedule() for _ in range(3)]
-        held.coordinator.join()
-    assert held.first.value == 1 + 2 + 4
-    if point != "after_push":
-        assert last.fetch() is None and held.second.value == 3
+    with dj.Coordinator(strategy) as coordinator:
+        data = [np.int32(x) for x in (1, 2, 4)]
+        iterator = iter(coordinator.create_per_worker_dataset(data))
+        begun, queued = [coordinator.schedule(step, args=(iterator,)) for _ in range(2)]
+        arrived.wait()
+        coordinator.cancel()
+        let_go.set()
+        coordinator.join()
+        assert begun.fetch() is None and (first.value, second.value) == (1, 1)
         with pytest.raises(CancelledError, match="Why: coordinator.cancel"):
-            held.value.fetch()
-        return
-    assert held.second.value == 2
-    with pytest.raises(dj.errors.EndOfDataError):
-        last.fetch()
-    with pytest.raises(CancelledError) as error:
-        held.value.fetch()
-    assert str(error.value) == CUT_SHORT
-    assert "coordinator.cancel() was called" in str(error.value.__cause__)
-
-
-CUT_SHORT = """\
-fetch needs closure 0 (step) to be run to its end.
-  Got: one that was stopped when a server had applied a push of it.
-  Why: other pushes of it are not made, and the elements that it drew are used up.
-  Fix: coordinator.restore() goes back to a snapshot, which has whole closures only"""
-
-
-def test_data_that_had_ended_has_not_once_an_element_is_given_back():
-    held = Held("before_push", [5], workers=2)
-    with held.coordinator as coordinator:
-        board = coordinator._board
-        has_ended = lambda: any(worker.ended for worker in board.workers.values())
-        held.schedule()
-        assert board.waiters.wait_until(has_ended, timeout=60)
-        held.cancel()
-        assert not has_ended()
-        held.schedule().fetch()
-    assert held.first.value == 5
-
-
-def test_a_closure_that_waits_for_another_worker_gives_back_what_it_has_drawn():
-    cursor = PerWorkerIterator({0: Cursor(Elements(lambda: [1, 2]))})
-    closure = Closure("step", lambda drawn: Call(None, tuple(drawn.values())), (cursor,))
-    board, worker = (
-        Board(1, 3, lambda number: None, lambda number: False, Numbers()),
-        Worker(0),
-    )
-    board.workers[0] = worker
-    board.put(closure)
-    assert board.take(worker, wait=False) is closure and closure.prepare(0) is None
-    board.retry(closure, worker, WorkerDied("lost"))
-    board.cancel("the test")
-    assert board.take(worker, wait=False) is closure and not closure.is_over
-    with pytest.raises(CancelledError, match="Why: the test") as stop:
-        closure.as_task()
-    board.end(closure, stop.value)
-    assert closure.is_over and board.is_empty() and cursor.draw(0) == 1
+            queued.fetch()
+        for _ in range(2):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+    assert (first.value, second.value) == (1 + 2 + 4, 3)

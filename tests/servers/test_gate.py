@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from distjax.servers.gate import Deadlines, Gate
+from distjax.servers.engine import Deadlines, Gate
+from tests.servers.hand_made import counter
 from tests.servers.staleness import run_random_schedule
 
 
@@ -54,17 +55,17 @@ def test_own_pushes_make_nobody_stale():
 
 def test_a_gate_wakes_who_waits_when_another_has_pushed_or_is_forgotten():
     gate, order = Gate(0), []
-    gate.pull(0, 1)
+    stage = counter().plan.stages[0]
 
     def second():
-        gate.pull(1, 1)
-        order.append("pulled")
-        gate.forget(1)  # as of a worker that is lost
+        with gate.admitted(1, 1):
+            order.append("pulled")  # and is lost, before it has pushed
 
     thread = threading.Thread(target=second)
-    thread.start()
-    with gate.push(0):
-        order.append("pushed")
+    with gate.admitted(0, 1):
+        thread.start()
+        with gate.turn(0, stage):
+            order.append("pushed")
     thread.join()
-    gate.pull(2, 1)
-    assert order == ["pushed", "pulled"]
+    with gate.admitted(2, 1):
+        assert order == ["pushed", "pulled"]

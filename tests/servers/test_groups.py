@@ -12,9 +12,8 @@ from jax import lax
 
 import distjax as dj
 from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.servers.attempt import Attempt
-from distjax.servers.engine import Task, WorkerDied
-from distjax.servers.programs import Programs
+from distjax.servers.engine import Attempt, Task, WorkerDied
+from distjax.servers.plan import Programs
 from distjax.servers.server import Answer
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
@@ -160,10 +159,10 @@ class History:
     def pull(self, wanted):
         return {0: (self.pulled, [self.values[self.pulled][key] for key in wanted[0]])}
 
-    def push(self, task, stage, parcels):
-        (parcel,) = parcels
-        push, now = parcel.push, self.values[-1]
-        operands = jax.device_put(list(parcel.arrays), jax.devices()[0])
+    def push(self, stage, sent):
+        ((push, arrays, _),) = sent
+        now = self.values[-1]
+        operands = jax.device_put(list(arrays), jax.devices()[0])
         outs, token = self.programs.run(push.program, [now[k] for k in push.takes] + operands)
         self.values.append({**now, **dict(zip(push.writes, outs, strict=False))})
         return [Answer(len(self.values) - 1, outs[len(push.writes) :], token)]
@@ -197,12 +196,10 @@ def test_asynchronous_groups_equal_their_replay_while_workers_die(seed):
     for version in range(before + 1, server.version + 1):
         closure, attempt = record.applied[0][version]
         plan, arrays = strategy.cut_step(training.step, of_closure[closure], None)
-        task = Task(closure, attempt, plan, arrays, lambda: None)
+        task = Task(closure, attempt, plan, arrays)
         again = Attempt(task, history, programs, home)
         history.pulled = record.pulled[closure, attempt][0] - before
-        again.pull()
-        again.compute(0)
-        again.push(0)
+        assert len(list(again.run())) == 1
     final = server.snapshot().values
     assert len(history.values) == 26
     for key, value in history.values[-1].items():

@@ -1,5 +1,6 @@
 """What a signal, a close or another thread finds in the midst of things."""
 
+import collections
 import os
 import threading
 
@@ -8,10 +9,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers import worker_threads
+from distjax.servers import board as boards
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.server import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -145,7 +145,7 @@ def test_totals_can_be_read_while_pushes_are_counted():
     def read():
         while not stop.is_set():
             try:
-                add_totals([server.report().totals])
+                collections.Counter(server.report().staleness)
             except RuntimeError as error:
                 errors.append(error)
                 return
@@ -154,23 +154,17 @@ def test_totals_can_be_read_while_pushes_are_counted():
     thread.start()
     for i in range(20_000):
         with server._lock:
-            server.totals.staleness[i] += 1
+            server.staleness[i] += 1
     stop.set()
     thread.join()
     assert not errors
 
 
 def test_workers_have_time_to_end_when_the_process_does(monkeypatch):
-    waited = []
-
-    class Live:
-        board = Coordinator(make())._board
-
-        def wait(self, timeout):
-            waited.append(timeout)
-
-    monkeypatch.setattr(worker_threads, "_alive", [Live()])
-    worker_threads.end_all(-1)  # in a forked child, which has none of the threads
+    waited, coordinator = [], Coordinator(make())
+    monkeypatch.setattr(coordinator._board, "wait_for_workers", waited.append)
+    monkeypatch.setattr(boards, "_opened", [coordinator._board])
+    boards.end_all(-1)  # in a forked child, which has none of the threads
     assert not waited
-    worker_threads.end_all(os.getpid())
+    boards.end_all(os.getpid())
     assert waited[0] >= 60  # a program that runs when the interpreter is gone aborts the process

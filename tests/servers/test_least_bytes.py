@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import distjax as dj
 from distjax.jax_compat import Literal
 from distjax.servers.cutting import plans
-from distjax.servers.cutting.least_bytes import equations_at_worker, opened
-from distjax.servers.cutting.update import results_by_server
+from distjax.servers.cutting.stages import equations_at_worker, opened, results_by_server
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same, train
 

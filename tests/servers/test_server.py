@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 import distjax as dj
 from distjax.errors import ServerLostError
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.plan import Program
+from distjax.servers.plan import Program, Push
 from distjax.servers.server import RefusedPush, Server, ServerDied
 
-ADD = Program("add", lambda total, x: (total + x, total + x), ())
+
+def to_total(fn, num_answers=0):
+    """A push of a program that writes the total."""
+    return Push(0, (0,), ("total",), ("total",), tuple(range(num_answers)), Program("", fn, ()))
+
+
+ADD = to_total(lambda total, x: (total + x, total + x), 1)
 
 
 def make_server(value=0.0):
@@ -25,8 +31,7 @@ def make_server(value=0.0):
 
 
 def push(server, closure, stage=0, attempt=1, x=1.0, **options):
-    arrays = [jnp.float32(x)]
-    return server.push(closure, stage, attempt, ADD, ("total",), ("total",), arrays, **options)
+    return server.push((closure, stage, attempt), ADD, [jnp.float32(x)], **options)
 
 
 def total(server):
@@ -82,7 +87,7 @@ def test_staleness_counts_the_pushes_of_others():
     push(server, 1, stage=0, pulled=0)
     push(server, 1, stage=1, pulled=0)  # its own first push is not others'
     push(server, 1, stage=1, pulled=0)  # applied already: not counted
-    assert server.totals.staleness == {0: 1, 1: 2}
+    assert server.staleness == {0: 1, 1: 2}
 
 
 def test_what_was_given_to_a_worker_stays_as_it_was():
@@ -110,8 +115,8 @@ def test_an_old_value_that_is_not_a_number_can_be_pulled():
 def test_a_value_that_nobody_holds_is_replaced_in_its_memory():
     server = Server(0, jax.devices()[0])
     server.create("total", np.zeros(1000, np.float32))
-    add = Program("add", lambda total, x: (total + x,), ())
-    push_it = lambda i: server.push(i, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
+    add = to_total(lambda total, x: (total + x,))
+    push_it = lambda i: server.push((i, 0, 1), add, [jnp.float32(1)])
     before = server._values["total"]
     push_it(0)
     assert before.is_deleted()
@@ -127,8 +132,7 @@ def test_what_a_user_gives_or_gets_is_a_copy():
     server.create("total", given_value)
     _, (read,) = server.read(["total"])
     assert server.write({"total": read}) == 1
-    add = Program("add", lambda total, x: (total + x,), ())
-    server.push(0, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
+    server.push((0, 0, 1), to_total(lambda total, x: (total + x,)), [jnp.float32(1)])
     np.testing.assert_array_equal(given_value, read)
     np.testing.assert_array_equal(server.read(["total"])[1][0], np.arange(3.0) + 1)
 
@@ -138,10 +142,10 @@ def test_an_update_whose_callback_raises_changes_nothing():
         raise ZeroDivisionError
 
     shape = jax.ShapeDtypeStruct((), jnp.float32)
-    bad = Program("bad", lambda total, x: (total + jax.pure_callback(fail, shape, x),), ())
+    bad = to_total(lambda total, x: (total + jax.pure_callback(fail, shape, x),))
     server = make_server(3.0)
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        server.push(0, 0, 1, bad, ("total",), ("total",), [jnp.float32(1)])
+        server.push((0, 0, 1), bad, [jnp.float32(1)])
     assert total(server) == 3 and server.version == 0
     push(server, 0, attempt=2)
     assert total(server) == 4

@@ -15,7 +15,7 @@ from distjax import inner_traces, jax_compat
 from distjax.errors import message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.jaxprs import CALLS
-from distjax.servers.plan import Program
+from distjax.servers.plan import Program, Stage
 from distjax.servers.storage import num_bytes
 
 #: Primitives that place a value. They are dropped: a program runs wherever its worker or server is.
@@ -121,6 +121,12 @@ class NamedCode:
     results: tuple[Any, ...]
 
 
+def code_of(program: Program) -> Code:
+    """Returns the code of a program of a plan that was cut here."""
+    assert isinstance(program.fn, Code), "as the cut makes it"
+    return program.fn
+
+
 def aval_of_atom(atom: Var | Literal) -> ShapedArray:
     """Returns shape, dtype and weak type of an atom, without its sharding."""
     aval: Any = atom.aval
@@ -159,26 +165,34 @@ def eval_opened(
     consts: Sequence[Any],
     args: Sequence[Any],
     opens: Callable[[JaxprEqn], bool],
+    evaluate: Callable[[Jaxpr, JaxprEqn, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
-    """Evaluates a jaxpr without placements, and with those calls inlined for which `opens`."""
+    """Evaluates a jaxpr without placements, and with those calls inlined for which `opens`.
+
+    All other equations are evaluated by `evaluate`: see `eval_equation`.
+    """
+    otherwise = evaluate or eval_equation
 
     def bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name in PLACEMENTS:
             return ins
         if opens(eqn):
-            return eval_opened(*jax_compat.called_jaxpr(eqn), ins, opens)
-        return eval_equation(jaxpr, eqn, ins)
+            return eval_opened(*jax_compat.called_jaxpr(eqn), ins, opens, evaluate)
+        return otherwise(jaxpr, eqn, ins)
 
     return jax_compat.eval_jaxpr(jaxpr, consts, args, bind)
 
 
 def open_code(code: Code) -> Code:
     """Returns the code with its calls inlined."""
-    keys = {"jaxpr", "call_jaxpr"}
-    opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
     avals = [aval_of_atom(v) for v in code.inputs]
-    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens)
+    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens_call)
     return trace_code(run, avals)
+
+
+def opens_call(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a call that can be inlined."""
+    return eqn.primitive.name in CALLS and not {"jaxpr", "call_jaxpr"}.isdisjoint(eqn.params)
 
 
 def _places(eqn: JaxprEqn) -> bool:
@@ -227,14 +241,10 @@ NOTHING_RUN = NamedCode(trace_code(lambda: [], ()), (), ())
 MOST_BYTES = 16 << 20
 
 
-def require_small(name: str, codes: Iterable[Code]) -> None:
-    """Raises a ValueError if the programs of a step hold large arrays.
-
-    Args:
-      name: the user's name of the step.
-      codes: its programs.
-    """
-    held = {id(c): c for code in codes for c in code.consts}
+def require_small(name: str, stages: Iterable[Stage]) -> None:
+    """Raises a ValueError if the programs of a step hold large arrays."""
+    programs = (p.program for stage in stages for p in (stage, *stage.pushes))
+    held = {id(c): c for program in programs for c in code_of(program).consts}
     arrays: list[Any] = sorted(held.values(), key=num_bytes, reverse=True)
     total = sum(map(num_bytes, arrays))
     if total <= MOST_BYTES:

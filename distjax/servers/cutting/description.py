@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, Literal, Var
-from distjax.servers.cutting.code import Code, aval_of_atom
+from distjax.servers.cutting.code import aval_of_atom, code_of
 from distjax.servers.plan import Program, Push, Stage, StepPlan
 from distjax.servers.storage import Part, num_bytes, parts_of
 from distjax.tables import Table, format_bytes
@@ -103,12 +103,7 @@ def _few(part: CutPart) -> str:
 
 
 def describe_plan(plan: StepPlan, variables: Sequence[Variable]) -> CutDescription:
-    """Returns the description of a plan.
-
-    Args:
-      plan: the plan of a step.
-      variables: all variables of its strategy.
-    """
+    """Returns the description of a plan."""
     by_key = {part.key: part for v in variables for part in parts_of(v)}
     used = [_describe_part(by_key[key], plan) for key in plan.owners if key in by_key]
     sizes = _slot_sizes(plan)
@@ -125,10 +120,10 @@ def _slot_sizes(plan: StepPlan) -> dict[int, int]:
     """Returns the bytes of the slots that programs take or fill."""
     sizes: dict[int, int] = {}
     for stage in plan.stages:
-        code = _code_of(stage.program)
+        code = code_of(stage.program)
         sizes.update(zip(stage.results, map(_num_bytes, code.outputs), strict=True))
         for push in stage.pushes:
-            code, num_taken = _code_of(push.program), len(push.takes)
+            code, num_taken = code_of(push.program), len(push.takes)
             sent = map(_num_bytes, code.inputs[num_taken:])
             sizes.update(zip(push.operands, sent, strict=True))
             answered = map(_num_bytes, code.outputs[len(push.writes) :])
@@ -151,7 +146,7 @@ def _describe_stage(stage: Stage, sizes: Mapping[int, int]) -> Iterator[CutPart]
 
 
 def _operations(program: Program) -> tuple[str, ...]:
-    names = _primitive_names(_code_of(program).jaxpr)
+    names = _primitive_names(code_of(program).jaxpr)
     return tuple(name for name, _ in collections.Counter(names).most_common())
 
 
@@ -163,11 +158,6 @@ def _primitive_names(jaxpr: Jaxpr) -> Iterator[str]:
             yield eqn.primitive.name
         for sub in inner:
             yield from _primitive_names(sub)
-
-
-def _code_of(program: Program) -> Code:
-    assert isinstance(program.fn, Code), "as the cut makes it"
-    return program.fn
 
 
 def _describe_part(part: Part, plan: StepPlan) -> CutVariable:
@@ -183,4 +173,4 @@ def _describe_part(part: Part, plan: StepPlan) -> CutVariable:
 
 
 def _reads(push: Push, key: str) -> bool:
-    return key in push.takes and _code_of(push.program).used[push.takes.index(key)]
+    return key in push.takes and code_of(push.program).used[push.takes.index(key)]

@@ -17,7 +17,7 @@ from distjax import jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
-from distjax.errors import ContextError, StrategyMismatchError, message
+from distjax.errors import ContextError, StrategyMismatchError, message, require
 from distjax.jax_compat import Jaxpr, Literal
 from distjax.lint.examine import examine
 from distjax.objects.plain_objects import Surroundings
@@ -50,25 +50,20 @@ from distjax.servers.cutting.code import (
     require_small,
     trace_code,
 )
-from distjax.servers.cutting.least_bytes import (
-    equations_at_worker,
-    move_to_worker,
-    opened,
-    slices_of_operands,
-)
-from distjax.servers.cutting.staging import (
+from distjax.servers.cutting.stages import (
     Localities,
     TracedStage,
-    find_localities,
-    open_calls,
-    read_parts,
-    split_stages,
-)
-from distjax.servers.cutting.update import (
-    ServerShare,
     Update,
     cut_by_owner,
+    equations_at_worker,
+    find_localities,
     join_answers,
+    move_to_worker,
+    open_calls,
+    opened,
+    read_parts,
+    slices_of_operands,
+    split_stages,
     trace_update,
 )
 from distjax.servers.plan import Push, Stage, StepPlan
@@ -253,15 +248,13 @@ def _as_flat(leaf: ArrayLike, dtype: DTypeLike) -> jax.Array | np.ndarray:
 
 
 def _require_outside_traces(fn: Callable[..., Any]) -> None:
-    if not jax_compat.tracing():
-        return
-    raise ContextError(
-        message(
-            f"{function_name(fn)} needs to be scheduled outside of traces",
-            got=f"a call inside a trace, in {frames.current().name}",
-            why="workers and servers run it by themselves, in several programs",
-            fix="call it from ordinary code; a function under dj.jit can call it as it is",
-        )
+    require(
+        not jax_compat.tracing(),
+        f"{function_name(fn)} needs to be scheduled outside of traces",
+        got=f"a call inside a trace, in {frames.current().name}",
+        why="workers and servers run it by themselves, in several programs",
+        fix="call it from ordinary code; a function under dj.jit can call it as it is",
+        error=ContextError,
     )
 
 
@@ -270,16 +263,14 @@ def _require_no_objects(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> None:
-    if not has_objects(fn, args, kwargs):
-        return
-    raise StrategyMismatchError(
-        message(
-            f"{function_name(fn)} needs parameters that are variables at the servers",
-            got="a Flax module, optimizer or Rngs among its arguments, or captured by it",
-            why="their arrays are in this process, and no server knows them",
-            fix="under strategy.scope(): graphdef, params = nnx.split(model); variables = "
-            "jax.tree.map(dj.Variable, params); in the step nnx.merge(graphdef, values)",
-        )
+    require(
+        not has_objects(fn, args, kwargs),
+        f"{function_name(fn)} needs parameters that are variables at the servers",
+        got="a Flax module, optimizer or Rngs among its arguments, or captured by it",
+        why="their arrays are in this process, and no server knows them",
+        fix="under strategy.scope(): graphdef, params = nnx.split(model); variables = "
+        "jax.tree.map(dj.Variable, params); in the step nnx.merge(graphdef, values)",
+        error=StrategyMismatchError,
     )
 
 
@@ -317,14 +308,14 @@ class CutStage:
       traced: its equations and merges.
       joined: what the worker computes first, from the answers of several servers.
       moved: the part of its merges that runs at the worker.
-      shares: the parts of its merges that run at servers.
+      pushes: the parts of its merges that run at servers; operands and answers are names.
       later: names of values that later stages or the results need.
     """
 
     traced: TracedStage
     joined: NamedCode
     moved: NamedCode
-    shares: list[ServerShare]
+    pushes: list[Push]
     later: set[Any]
 
 
@@ -368,7 +359,7 @@ def assemble_plan(
     cut = _cut_stages(name, stages, results, constants, localities, cutter)
     programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
-    require_small(name, programs.codes)
+    require_small(name, made)
     return StepPlan(
         name=name,
         arguments=arguments,
@@ -438,17 +429,17 @@ def _cut_stages(
     """Returns the stages with their merges cut by server."""
     cut: list[CutStage] = []
     later, num_servers = _names(results), cutter.num_servers
-    for stage in reversed(stages):
-        joined, moved, shares = NOTHING_RUN, NOTHING_RUN, []
+    for number, stage in reversed([*enumerate(stages)]):
+        joined, moved, pushes = NOTHING_RUN, NOTHING_RUN, []
         if stage.merges:
             update = trace_update(stage.merges, constants, later, localities)
             update, joined = join_answers(update)
             moved, update = _move(update, cutter.way, num_servers)
-            shares = cut_by_owner(update, name, num_servers)
+            pushes = cut_by_owner(update, name, number, num_servers)
         if joined.results:
             after = cut.pop() if cut else CutStage(TracedStage(), joined, NOTHING_RUN, [], later)
             cut.append(dataclasses.replace(after, joined=joined))
-        cut.append(CutStage(stage, NOTHING_RUN, moved, shares, later.union(joined.operands)))
+        cut.append(CutStage(stage, NOTHING_RUN, moved, pushes, later.union(joined.operands)))
         later = later | _uses(stage)
     return cut[::-1]
 
@@ -462,11 +453,7 @@ def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update
 
 
 class _Programs:
-    """Makes the programs of one plan: names of the trace become slots of the worker.
-
-    Attributes:
-      codes: the code of all programs made so far.
-    """
+    """Makes the programs of one plan: names of the trace become slots of the worker."""
 
     def __init__(self, name: str, jaxpr: Jaxpr, constants: dict[Any, Any], localities: Localities):
         self._name, self._jaxpr, self._constants = name, jaxpr, constants
@@ -474,23 +461,28 @@ class _Programs:
         if topology.num_replicas > 1:  # for the devices of any worker
             topology = abstract_topology(topology.num_replicas, topology.axis_name)
         self._emitter = JaxprEmitter(topology)
-        self.codes: list[Code] = []
 
     def stage(self, number: int, cut: CutStage, slots: dict[Any, int]) -> Stage:
         """Returns one stage of the plan; new names get slots."""
-        needed = cut.later.union(*(share.operands for share in cut.shares))
+        needed = cut.later.union(*(push.operands for push in cut.pushes))
         made = [*cut.joined.results, *(v for e in cut.traced.eqns for v in e.outvars)]
         made += cut.moved.results
         if number == 0:
             made += [name for name in self._constants if isinstance(name, ConstantResult)]
         wanted = [v for v in made if v in needed]
         code, operands = self._worker_code(cut, wanted)
-        self.codes += [code, *(share.code for share in cut.shares)]
         return Stage(
             operands=tuple(slots[v] for v in operands),
             results=tuple(slots[v] for v in wanted),
             program=code.as_program(f"{self._name} worker {number}"),
-            pushes=tuple(self._push(number, share, slots) for share in cut.shares),
+            pushes=tuple(
+                dataclasses.replace(
+                    push,
+                    operands=tuple(slots[v] for v in push.operands),
+                    answers=tuple(slots[v] for v in push.answers),
+                )
+                for push in cut.pushes
+            ),
         )
 
     def _worker_code(self, cut: CutStage, wanted: Sequence[Any]) -> tuple[Code, list[Any]]:
@@ -518,16 +510,6 @@ class _Programs:
         code = code.cut_to(range(len(wanted)))
         needed = [i for i, is_used in enumerate(code.used) if is_used]
         return code.taking(needed), [given[i] for i in needed]
-
-    def _push(self, number: int, share: ServerShare, slots: dict[Any, int]) -> Push:
-        return Push(
-            server=share.server,
-            operands=tuple(slots[v] for v in share.operands),
-            takes=tuple(part.key for part in share.takes),
-            writes=tuple(part.key for part in share.writes),
-            answers=tuple(slots[v] for v in share.answers),
-            program=share.code.as_program(f"{self._name} server {share.server}.{number}"),
-        )
 
 
 def _run(named: NamedCode, env: dict[Any, Any]) -> None:

@@ -3,7 +3,7 @@
 The user's merge works on whole values. Here it becomes a function of shards: an equation that
 computes each row from the same row of its operands runs shard by shard, and a lookup of rows runs
 in each shard. All others run on whole values, concatenated from the shards. That is correct too,
-but it needs shards of several servers, which is for `update.py` to find.
+but it needs shards of several servers, which is for `stages.py` to find.
 
 How each value is needed is found first: forwards, what is computed in shards because its operands
 are; then backwards, in which shards the results need the rest, so that it is sliced early.
@@ -22,7 +22,14 @@ from jax.lax import GatherScatterMode
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.rows import ELEMENTWISE
-from distjax.servers.cutting.code import Code, aval_of_atom, eval_equation, open_code, trace_code
+from distjax.servers.cutting.code import (
+    Code,
+    aval_of_atom,
+    eval_equation,
+    eval_opened,
+    opens_call,
+    trace_code,
+)
 
 # -- what equations do to rows ------------------------------------------------
 
@@ -147,12 +154,6 @@ def look_up(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
     """Returns the result of an equation that looks up rows; None if it does something else.
 
     All rows are looked up in each shard; each shard's answer counts for the rows that it has.
-
-    Args:
-      jaxpr: the jaxpr that holds the equation.
-      eqn: any equation.
-      shards: the shards of its first operand.
-      others: its other operands.
     """
     rule = {"gather": _gathered, "dynamic_slice": _sliced_at, "slice": _sliced}
     found = rule.get(eqn.primitive.name)
@@ -209,6 +210,8 @@ def _sliced(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
 
 #: How many rows the shards of a value have, in order; empty: it is whole.
 Sizes: TypeAlias = tuple[int, ...]
+#: Returns a value in its shards of these sizes.
+_Get: TypeAlias = Callable[[Any, Sizes], tuple[Any, ...]]
 
 
 def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Code:
@@ -219,11 +222,9 @@ def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Cod
       taken: the shards' sizes for each array that it takes.
       given: the shards' sizes for each of its results.
     """
-    code = _prepared(code)
-    values = _Values(code.jaxpr)
-    consts = len(code.consts)
-    values.find_natural([()] * consts + list(taken))
-    values.find_wanted(given)
+    code = _with_reshapes_merged(_without_branches(code))
+    consts = [()] * len(code.consts)
+    values = _Values(code.jaxpr, [*consts, *taken], given)
     avals = [aval for v, sizes in zip(code.inputs, taken, strict=True) for aval in _avals(v, sizes)]
 
     def run(*arrays: jax.Array) -> list[Any]:
@@ -234,13 +235,32 @@ def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Cod
     return trace_code(run, avals)
 
 
-def _prepared(code: Code) -> Code:
-    """Returns the code with calls inlined, and with successive reshapes merged into one.
+def _without_branches(code: Code) -> Code:
+    """Returns the code with calls inlined, and branches that do nothing but compute.
+
+    All branches are computed, and then selected from element by element, so also row by row.
+    """
+
+    def evaluate(jaxpr: Jaxpr, eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name != "cond" or eqn.effects:
+            return eval_equation(jaxpr, eqn, ins)
+        index, *operands = ins
+        branches = map(jax_compat.open_jaxpr, eqn.params["branches"])
+        cases = [eval_opened(*branch, operands, opens_call, evaluate) for branch in branches]
+        return [jax.lax.select_n(index, *each) for each in zip(*cases, strict=True)]
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        everything = *code.consts, *arrays
+        return eval_opened(code.jaxpr, (), everything, opens_call, evaluate)
+
+    return trace_code(run, [aval_of_atom(v) for v in code.inputs])
+
+
+def _with_reshapes_merged(code: Code) -> Code:
+    """Returns the code with successive reshapes merged into one.
 
     A dimension of size 1 that comes first and goes again would hide the rows.
     """
-    code = open_code(code)
-    avals = [aval_of_atom(v) for v in code.inputs]
 
     def run(*arrays: jax.Array) -> list[Any]:
         roots: dict[int, Any] = {}  # what reshaped values were before, by name
@@ -254,7 +274,7 @@ def _prepared(code: Code) -> Code:
 
         return jax_compat.eval_jaxpr(code.jaxpr, (), (*code.consts, *arrays), bind)
 
-    return trace_code(run, avals)
+    return trace_code(run, [aval_of_atom(v) for v in code.inputs])
 
 
 def _avals(atom: Var, sizes: Sizes) -> list[Any]:
@@ -268,84 +288,46 @@ def _row_ranges(sizes: Sizes) -> list[RowRange]:
 
 
 class _Values:
-    """The values of a jaxpr, whole and in shards.
+    """The values of a jaxpr, whole and in shards; one that has one form is converted to any other.
+
+    Args:
+      jaxpr: the jaxpr.
+      taken: for each value that it takes, the sizes in which it comes.
+      given: for each result, the sizes in which it is needed.
 
     Attributes:
       natural: sizes of the values that are computed in shards, from shards.
       wanted: sizes in which other values are needed too.
     """
 
-    def __init__(self, jaxpr: Jaxpr):
+    def __init__(self, jaxpr: Jaxpr, taken: Sequence[Sizes], given: Sequence[Sizes]):
         self._jaxpr = jaxpr
-        self.natural: dict[Var, Sizes] = {}
-        self.wanted: dict[Var, dict[Sizes, None]] = {}
-        self._branches: dict[int, list[tuple[_Values, Sequence[Any]]]] = {}
-        self._forms: dict[int, list[Sizes]] = {}  # of the results of branches
-
-    # -- how each value is needed ---------------------------------------------
-
-    def find_natural(self, taken: Sequence[Sizes]) -> None:
-        """Finds what is computed in shards, for operands with the sizes `taken`."""
-        self.natural.update((v, s) for v, s in zip(self._jaxpr.invars, taken, strict=True) if s)
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            if eqn.primitive.name == "cond":
-                self._enter_branches(number, eqn)
-                continue
-            takes = rows_taken(eqn) or ()
-            rows = (v for v, by_rows in zip(eqn.invars, takes, strict=False) if by_rows)
-            sizes = next(filter(None, map(self._natural, rows)), ())
+        self.natural: dict[Var, Sizes] = {
+            v: sizes for v, sizes in zip(jaxpr.invars, taken, strict=True) if sizes
+        }
+        for eqn in jaxpr.eqns:
+            sizes = next(filter(None, map(self._natural, _rows_of(eqn))), ())
             if sizes:
                 self.natural[eqn.outvars[0]] = sizes
+        self.wanted: dict[Var, dict[Sizes, None]] = {}
+        self._want(zip(jaxpr.outvars, given, strict=True))
+        for eqn in reversed(jaxpr.eqns):
+            rows = _rows_of(eqn)
+            for sizes in self._made(eqn) if rows else ():
+                self._want((v, sizes) for v in rows)
 
     def _natural(self, atom: Var | Literal) -> Sizes:
         return () if isinstance(atom, Literal) else self.natural.get(atom, ())
-
-    def _enter_branches(self, number: int, eqn: JaxprEqn) -> None:
-        found = []
-        for branch in eqn.params["branches"]:
-            code = _prepared(Code(*jax_compat.open_jaxpr(branch)))
-            values = _Values(code.jaxpr)
-            values.find_natural([()] * len(code.consts) + [*map(self._natural, eqn.invars[1:])])
-            found.append((values, code.consts))
-        self._branches[number] = found
-        for i, out in enumerate(eqn.outvars):
-            each = (values._natural(values._jaxpr.outvars[i]) for values, _ in found)
-            sizes = next(filter(None, each), ())
-            if sizes:
-                self.natural[out] = sizes
-
-    def find_wanted(self, given: Sequence[Sizes]) -> None:
-        """Finds what is needed in shards, for results with the sizes `given`."""
-        self._want(zip(self._jaxpr.outvars, given, strict=True))
-        for number, eqn in reversed([*enumerate(self._jaxpr.eqns)]):
-            if number in self._branches:
-                self._want_in_branches(number, eqn)
-                continue
-            takes = rows_taken(eqn)
-            for sizes in self._made(eqn.outvars[0]) if takes is not None else ():
-                rows = [v for v, by_rows in zip(eqn.invars, takes or (), strict=True) if by_rows]
-                self._want((v, sizes) for v in rows)
 
     def _want(self, pairs: Iterable[tuple[Any, Sizes]]) -> None:
         for atom, sizes in pairs:
             if sizes and not isinstance(atom, Literal) and self._natural(atom) != sizes:
                 self.wanted.setdefault(atom, {})[sizes] = None
 
-    def _made(self, out: Var) -> list[Sizes]:
-        """Returns the sizes in which a value is computed by rows."""
+    def _made(self, eqn: JaxprEqn) -> list[Sizes]:
+        """Returns the sizes in which a result is computed by rows, if it can be."""
+        out = eqn.outvars[0]
         return [self.natural[out]] if out in self.natural else list(self.wanted.get(out, ()))
-
-    def _want_in_branches(self, number: int, eqn: JaxprEqn) -> None:
-        forms = [next(iter(self._made(out)), ()) for out in eqn.outvars]
-        self._forms[number] = forms
-        for values, consts in self._branches[number]:
-            values.find_wanted(forms)
-            inputs = values._jaxpr.invars[len(consts) :]
-            for atom, v in zip(eqn.invars[1:], inputs, strict=True):
-                if not self._natural(atom):
-                    self._want((atom, sizes) for sizes in values.wanted.get(v, ()))
-
-    # -- their evaluation -----------------------------------------------------
 
     def run(self, inputs: Sequence[tuple[Any, ...]], given: Sequence[Sizes]) -> list[Any]:
         """Returns the results, each in its shards.
@@ -354,106 +336,58 @@ class _Values:
           inputs: the shards of each operand; a whole one is its only shard.
           given: sizes of the results.
         """
-        env = _Environment()
+        forms: dict[Var, dict[Sizes, tuple[Any, ...]]] = {}
         for v, shards in zip(self._jaxpr.invars, inputs, strict=True):
-            env.set(v, self.natural.get(v, ()), shards)
-        self._evaluate(env)
-        return [x for v, s in zip(self._jaxpr.outvars, given, strict=True) for x in env.get(v, s)]
+            forms[v] = {self.natural.get(v, ()): shards}
 
-    def _evaluate(self, env: _Environment) -> None:
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            if number in self._branches:
-                self._branch(env, number, eqn)
-                continue
+        def get(atom: Var | Literal, sizes: Sizes) -> tuple[Any, ...]:
+            """Returns the shards of a value; a whole one is its only shard."""
+            if isinstance(atom, Literal):
+                return _cut(atom.val, sizes)
+            found = forms[atom]
+            if () not in found and sizes not in found:
+                found[()] = (jnp.concatenate(next(iter(found.values()))),)
+            if sizes not in found:
+                found[sizes] = _cut(found[()][0], sizes)
+            return found[sizes]
+
+        for eqn in self._jaxpr.eqns:
             if self.natural.keys().isdisjoint(eqn.outvars):
-                for v, x in zip(eqn.outvars, self._whole(env, eqn), strict=True):
-                    env.set(v, (), (x,))
+                for v, x in zip(eqn.outvars, self._whole(eqn, get), strict=True):
+                    forms.setdefault(v, {})[()] = (x,)
             takes = rows_taken(eqn)
-            for sizes in self._made(eqn.outvars[0]) if takes is not None else ():
-                forms = [sizes if by_rows else () for by_rows in takes or ()]
-                env.set(eqn.outvars[0], sizes, self._by_rows(env, eqn, forms, sizes))
+            for sizes in self._made(eqn) if takes is not None else ():
+                made = self._by_rows(eqn, takes or [], sizes, get)
+                forms.setdefault(eqn.outvars[0], {})[sizes] = made
+        return [x for v, s in zip(self._jaxpr.outvars, given, strict=True) for x in get(v, s)]
 
-    def _whole(self, env: _Environment, eqn: JaxprEqn) -> Sequence[Any]:
+    def _whole(self, eqn: JaxprEqn, get: _Get) -> Sequence[Any]:
+        operands = [get(v, ())[0] for v in eqn.invars[1:]]
         sizes = self._natural(eqn.invars[0]) if eqn.invars else ()
         if sizes:
-            others = [env.whole(v) for v in eqn.invars[1:]]
-            found = look_up(self._jaxpr, eqn, env.get(eqn.invars[0], sizes), others)
+            found = look_up(self._jaxpr, eqn, get(eqn.invars[0], sizes), operands)
             if found is not None:
                 return [found]
-        return eval_equation(self._jaxpr, eqn, [env.whole(v) for v in eqn.invars])
+        first = [get(v, ())[0] for v in eqn.invars[:1]]
+        return eval_equation(self._jaxpr, eqn, first + operands)
 
     def _by_rows(
-        self, env: _Environment, eqn: JaxprEqn, forms: Sequence[Sizes], sizes: Sizes
+        self, eqn: JaxprEqn, takes: Sequence[bool], sizes: Sizes, get: _Get
     ) -> tuple[Any, ...]:
-        pairs = zip(eqn.invars, forms, strict=True)
-        operands = [env.get(v, form) if form else [env.whole(v)] * len(sizes) for v, form in pairs]
+        pairs = zip(eqn.invars, takes, strict=True)
+        operands = [get(v, sizes) if rows else get(v, ()) * len(sizes) for v, rows in pairs]
         return tuple(
             run_on_rows(self._jaxpr, eqn, here, rows)
             for here, *rows in zip(_row_ranges(sizes), *operands, strict=True)
         )
 
-    def _branch(self, env: _Environment, number: int, eqn: JaxprEqn) -> None:
-        """Runs a `cond` whose operands and results are in shards."""
-        index, *atoms = eqn.invars
-        asked = [self._asked(atom) for atom in atoms]
-        forms = self._forms[number]
 
-        def as_function(values: _Values, consts: Sequence[Any]) -> Any:
-            def run(operands: Sequence[Sequence[tuple[Any, ...]]]) -> list[Any]:
-                inner = _Environment()
-                invars = values._jaxpr.invars
-                for v, const in zip(invars[: len(consts)], consts, strict=True):
-                    inner.set(v, (), (const,))
-                for v, all_sizes, all_shards in zip(
-                    invars[len(consts) :], asked, operands, strict=True
-                ):
-                    for sizes, shards in zip(all_sizes, all_shards, strict=True):
-                        inner.set(v, sizes, shards)
-                values._evaluate(inner)
-                return [inner.get(v, s) for v, s in zip(values._jaxpr.outvars, forms, strict=True)]
-
-            return run
-
-        operands = [[env.get(a, s) for s in sizes] for a, sizes in zip(atoms, asked, strict=True)]
-        functions = [as_function(*branch) for branch in self._branches[number]]
-        results = jax.lax.switch(env.whole(index), functions, operands)
-        for v, sizes, shards in zip(eqn.outvars, forms, results, strict=True):
-            env.set(v, sizes, shards)
-
-    def _asked(self, atom: Var | Literal) -> list[Sizes]:
-        """Returns the sizes in which the branches get an operand."""
-        natural = self._natural(atom)
-        if natural or isinstance(atom, Literal):
-            return [natural]
-        return [(), *self.wanted.get(atom, ())]
+def _rows_of(eqn: JaxprEqn) -> list[Any]:
+    """Returns the operands that an equation takes by rows."""
+    takes = rows_taken(eqn) or ()
+    return [v for v, by_rows in zip(eqn.invars, takes, strict=False) if by_rows]
 
 
-class _Environment:
-    """Values by name and sizes; a value that is there in one form is converted to any other."""
-
-    def __init__(self) -> None:
-        self._forms: dict[Var, dict[Sizes, Sequence[Any]]] = {}
-
-    def set(self, v: Var, sizes: Sizes, shards: Sequence[Any]) -> None:
-        self._forms.setdefault(v, {})[sizes] = tuple(shards)
-
-    def whole(self, atom: Var | Literal) -> Any:
-        (value,) = self.get(atom, ())
-        return value
-
-    def get(self, atom: Var | Literal, sizes: Sizes) -> Sequence[Any]:
-        """Returns the shards of a value; a whole one is its only shard."""
-        if isinstance(atom, Literal):
-            return _cut(atom.val, sizes)
-        forms = self._forms[atom]
-        if () not in forms and sizes not in forms:
-            forms[()] = (jnp.concatenate(next(iter(forms.values()))),)
-        if sizes not in forms:
-            (whole,) = forms[()]
-            forms[sizes] = _cut(whole, sizes)
-        return forms[sizes]
-
-
-def _cut(value: jax.Array, sizes: Sizes) -> Sequence[Any]:
+def _cut(value: jax.Array, sizes: Sizes) -> tuple[Any, ...]:
     cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _row_ranges(sizes)]
     return tuple(cut) if sizes else (value,)

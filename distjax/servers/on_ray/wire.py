@@ -20,13 +20,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
-from distjax.errors import ClosureError, UnsupportedError, message
-from distjax.jax_compat import ShapedArray
+from distjax.errors import ClosureError, UnsupportedError, message, require
 from distjax.placement.topology import abstract_topology
 from distjax.placement.transfer import transfer_each
-from distjax.servers.elements import Place
-from distjax.servers.plan import Program, Push, Stage, StepPlan
-from distjax.servers.programs import struct_of
+from distjax.servers.plan import Program, Push, Stage, StepPlan, struct_of
 from distjax.typing import PyTree
 from distjax.user_lines import is_library_file
 
@@ -49,8 +46,6 @@ class Disguised(NamedTuple):
     dtype: str
     is_key: bool
 
-
-_SMALL = 1 << 20  # bytes: below this a call's own transfer is faster than placing the array first
 
 #: The wire form of one array.
 OnWire = np.ndarray | Disguised
@@ -80,27 +75,6 @@ def from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
         placed: list[jax.Array] = transfer_each(list(map(_as_host, arrays)), sharding)
         found = map(_as_key, arrays, placed)
         return treedef.unflatten([next(found) if isinstance(x, OnWire) else x for x in leaves])
-
-
-def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
-    """Returns arrays for a program on a device; small ones stay in numpy, moved by its call."""
-    placed = iter(from_wire([x for x in sent if not _stays_on_host(x)], device))
-    return [x if _stays_on_host(x) else next(placed) for x in sent]  # type: ignore[misc]
-
-
-def arrives_as(aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """Returns the struct of an array that `for_programs` will return."""
-    is_plain = not jax_compat.is_key_dtype(aval.dtype) and aval.dtype.kind != "V"
-    is_on_host = is_plain and _is_small(aval.dtype.itemsize, aval.size)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if is_on_host else sharding)
-
-
-def _stays_on_host(sent: OnWire) -> bool:
-    return isinstance(sent, np.ndarray) and _is_small(sent.itemsize, sent.size)
-
-
-def _is_small(itemsize: int, size: int) -> bool:
-    return itemsize < 8 and itemsize * size <= _SMALL
 
 
 def _as_host(sent: OnWire) -> np.ndarray:
@@ -173,6 +147,20 @@ def _not_portable(text: str) -> str:
 # -- orders to a worker -------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where an array is: in which of the elements that an order names.
+
+    Attributes:
+      element: the number of the element, among these.
+      number: the number of the array in it.
+      dtype: the dtype in which it is wanted.
+    """
+
+    element: int
+    number: int
+    dtype: np.dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """An order to a worker to run an attempt.
@@ -210,11 +198,7 @@ class ServerGone:
 
 
 class Unknown:
-    """The worker does not know an order's plan, servers or data: see `WorkerActor.add_plan`."""
-
-
-class Stopped(Exception):
-    """The closure is no longer wanted."""
+    """The worker does not know an order's plan, or the servers: see `WorkerActor.add_plan`."""
 
 
 #: The result of a call to a worker; None: continue.
@@ -225,11 +209,7 @@ Outcome = Done | Failed | ServerGone | Unknown | None
 
 
 class StableFunction:
-    """A function of flat arrays as StableHLO: sent as bytes, read at its first run.
-
-    Args:
-      blob: the serialized result of `jax.export`.
-    """
+    """A function of flat arrays as StableHLO: sent as bytes, read at its first run."""
 
     def __init__(self, blob: bytes):
         self._blob = blob
@@ -248,15 +228,13 @@ class StableFunction:
 def _require_no_callback(exported: export.Exported) -> None:
     """Raises if a received program would call Python, whatever its sender has checked."""
     found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
-    if found is None:
-        return
-    raise UnsupportedError(
-        message(
-            "a program that is shipped needs to be all StableHLO",
-            got=f"one that calls {found[1]}",
-            why="it would call Python by an address of another process",
-            fix="schedule steps by dj.Coordinator, which ships none of that kind",
-        )
+    require(
+        found is None,
+        "a program that is shipped needs to be all StableHLO",
+        got=f"one that calls {found and found[1]}",
+        why="it would call Python by an address of another process",
+        fix="schedule steps by dj.Coordinator, which ships none of that kind",
+        error=UnsupportedError,
     )
 
 
@@ -271,11 +249,11 @@ class ShippedPlan:
 
     Attributes:
       for_workers: the plan with the programs of workers.
-      for_servers: for each server, its programs by stage.
+      for_servers: for each server, its pushes by stage.
     """
 
     for_workers: StepPlan
-    for_servers: tuple[dict[int, Program], ...]
+    for_servers: tuple[dict[int, Push], ...]
 
 
 def export_plan(
@@ -297,11 +275,12 @@ def export_plan(
     Raises:
       UnsupportedError: a program calls back to Python, or has no stable form.
     """
-    for_servers: list[dict[int, Program]] = [{} for _ in range(num_servers)]
+    for_servers: list[dict[int, Push]] = [{} for _ in range(num_servers)]
     stages: list[Stage] = []
     for number, stage in enumerate(plan.stages):
         for push in stage.pushes:
-            for_servers[push.server][number] = _export(plan.name, push.program, server_platforms)
+            program = _export(plan.name, push.program, server_platforms)
+            for_servers[push.server][number] = dataclasses.replace(push, program=program)
         stages.append(
             dataclasses.replace(
                 stage,

@@ -17,9 +17,9 @@ import distjax as dj
 from distjax.context.thread_settings import ProgramModes
 from distjax.errors import ClusterError, UnsupportedError
 from distjax.servers.on_ray import processes
+from distjax.servers.on_ray.actors import WorkerActor, _Gone
 from distjax.servers.on_ray.processes import RayWorkers
 from distjax.servers.on_ray.wire import Order, ServerGone, StableFunction
-from distjax.servers.on_ray.worker import WorkerActor, _Gone
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
 
@@ -63,8 +63,9 @@ def test_processes_are_no_background(cluster):
 def test_other_versions_are_refused(served, monkeypatch):
     monkeypatch.setattr(processes, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
     text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
+    actor = served.servers[0].actor
     with pytest.raises(ClusterError, match=text):
-        served.servers[0].wait_for_start()
+        processes.RayProcess("server 0", actor).require_start()
     workers = RayWorkers(lambda: served.servers[0].actor, max_failures=3)
     for _ in range(2):  # a process that is of no use is tried anew
         with pytest.raises(ClusterError, match="^worker 7 needs the versions of the coordinator"):
@@ -99,14 +100,14 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     with pytest.raises(ClusterError, match=text):
         RayWorkers(make, max_failures=2).find(0)
     with pytest.raises(ClusterError, match="^a server needs a process that starts"):
-        processes.wait_for_start("a server", make())
+        processes.RayProcess("a server", make()).require_start()
     monkeypatch.setattr(processes, "START_SECONDS", 0.5)
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)
 
 
-def test_a_process_that_did_not_start_is_replaced_once():
+def test_a_process_that_died_is_replaced_once(monkeypatch):
     """Also where two threads find it: the second would drop the one that replaces it."""
     made = []
 
@@ -117,23 +118,24 @@ def test_a_process_that_did_not_start_is_replaced_once():
 
     workers = RayWorkers(make, max_failures=3)
     process = workers.begin(0)
+    monkeypatch.setattr("ray.kill", lambda actor: None)
     for _ in range(2):
-        workers._fail_to_start(0, process, RuntimeError("it did not start"))
+        workers.replace_dead(0, process, None, RuntimeError("it did not start"))
         assert workers.begin(0).actor is made[1] and process.error is None
 
 
 def test_a_lost_server_ends_the_attempt(monkeypatch):
     actor = WorkerActor(1, "replica")
-    actor._plans, actor._epoch, actor._stopped = {3: None}, 1, {7}
+    actor._plans, actor._epoch = {3: None}, 1
     order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
 
-    def begin(order):
-        actor._attempts[order.closure] = "in progress"
+    def begin(order, elements):
+        actor._attempts[order.closure] = "in progress", iter(())
         raise _Gone(2)
 
     monkeypatch.setattr(actor, "_begin", begin)
     assert actor.run(order) == ServerGone(2)
-    assert not actor._attempts and not actor._stopped
+    assert not actor._attempts
 
 
 def test_ray_is_an_extra(monkeypatch):
@@ -169,16 +171,16 @@ def test_a_callback_is_refused_where_a_program_is_read_too():
 def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
     import ray
 
-    from distjax.servers.on_ray import cluster as module
+    from distjax.servers.on_ray import processes as module
 
     ended = []
     monkeypatch.setattr(module, "_started", True)
     monkeypatch.setattr(module, "_folder", tmp_path)
     monkeypatch.setattr(module, "end_all", lambda pid: ended.append("threads"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("cluster"))
-    module._end(os.getpid() + 1)  # as in a process that was forked
+    module._end_cluster(os.getpid() + 1)  # as in a process that was forked
     assert not ended and tmp_path.exists() and module._started
-    module._end(os.getpid())
+    module._end_cluster(os.getpid())
     assert ended == ["threads", "cluster"] and not tmp_path.exists()
 
 

@@ -1,7 +1,6 @@
 """Per-worker data that the processes of workers draw themselves."""
 
 import contextlib
-import functools
 import pickle
 import random
 import threading
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.context.thread_settings import ProgramModes
 from distjax.errors import EndOfDataError
-from distjax.servers.elements import Place
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.data import RemoteData
-from distjax.servers.on_ray.wire import Order
-from distjax.servers.on_ray.worker import WorkerActor
+from distjax.servers.on_ray.actors import WorkerActor
+from distjax.servers.on_ray.engine import RemoteData, Sent, _DrawnElement
+from distjax.servers.on_ray.wire import Done
+from distjax.servers.per_worker import RemoteArray
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 
@@ -148,38 +146,6 @@ def test_no_exception_of_the_function_ends_its_process(coordinator, kind):
     coordinator.schedule(lambda: 1).get()
 
 
-class MadeTwice:
-    """A source that can be unpickled in two processes only."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def __call__(self, context):
-        return [np.float32(context.input_pipeline_id)]
-
-    def __reduce__(self):
-        return unpickle_twice, (self.log,)
-
-
-def unpickle_twice(log):
-    with log.open("a") as file:
-        file.write("x")
-    if len(log.read_text()) > 2:
-        raise ShardError(log.name, 3)
-    return MadeTwice(log)
-
-
-def test_a_source_that_the_process_of_another_worker_cannot_make(served, coordinator, tmp_path):
-    before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
-    values = next(iter(coordinator.create_per_worker_dataset(MadeTwice(tmp_path / "log"))))
-    coordinator.schedule(lambda x, y: x + y, values.values)  # whose it is has one of the two
-    with pytest.raises(dj.errors.ClosureError, match="ShardError: log:3 is corrupt"):
-        coordinator.join()
-    # Else it would be taken to be what the process was at, if that is killed later.
-    assert not any(process.in_hand for process in served.engine.workers._processes.values())
-    assert [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]] == before
-
-
 class Unreadable:
     """An object that cannot be unpickled."""
 
@@ -204,50 +170,29 @@ def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
             iter(dataset)
 
 
-def test_a_function_that_gives_fewer_elements_the_second_time_is_refused(
-    coordinator, tmp_path, collect_garbage
-):
-    """More are drawn by hand than a worker keeps: the first is read again."""
-    marker = tmp_path / "called"
-
-    def shrinks(context):
-        is_first = not marker.exists()
-        marker.touch()
-        return iter([np.float32(i) for i in range(20 if is_first else 3)])
-
-    source = lambda context: shrinks(context) if context.input_pipeline_id == 0 else [1.0] * 20
-    drawn = list(coordinator.create_per_worker_dataset(source))
-    np.asarray(drawn[0].values[0])
-    with pytest.raises(ValueError, match="^per-worker data needs a dataset of at least 5"):
-        np.asarray(drawn[5].values[0])
-
-
-class FakeActor:
-    """A worker's actor that is an object of this process: what is remote is done by `ray.get`."""
+class FakeWorkers:
+    """Workers whose processes are objects of this one: what is remote is done by `ray.get`."""
 
     def __init__(self):
-        self.worker, self.num_calls = WorkerActor(1, "replica"), 0
+        self.worker, self.deaths = WorkerActor(1, "replica"), []
 
-    def __getattr__(self, method):
-        act = getattr(self.worker, method)
+    def find(self, worker):
+        draw = types.SimpleNamespace(options=lambda num_returns: draw, remote=self._draw)
+        return types.SimpleNamespace(actor=types.SimpleNamespace(draw=draw), in_hand=[])
 
-        def remote(*args):
-            self.num_calls += 1
-            return functools.partial(act, *args)
+    def _draw(self, *args):
+        return lambda: self.worker.draw(*args)[0], lambda: self.worker.draw(*args)[1]
 
-        return types.SimpleNamespace(remote=remote)
+    def replace_dead(self, *of):
+        self.deaths.append(of)
+        return WorkerDied("killed", has_begun=False)
 
 
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
     monkeypatch.setattr("ray.get", lambda call: call())
-    actor = FakeActor()
-    process = types.SimpleNamespace(actor=actor)
-    workers = types.SimpleNamespace(find=lambda worker: process, actors=lambda: [actor])
-    data = RemoteData(workers, max_failures=3)
-    data._pickled[0] = b"a function of a module that is not installed there"
+    data = RemoteData(FakeWorkers(), max_failures=3)
     with pytest.raises(pickle.UnpicklingError):
-        data.ask(0, 0, "draw", 0, 0)
-    assert actor.num_calls == 2
+        data.draw(0, 0, b"a function of a module that is not installed there", 0)
 
 
 def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
@@ -259,30 +204,47 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
         raise ray.exceptions.RayActorError
 
     monkeypatch.setattr(ray, "get", get)
-    actor, deaths = FakeActor(), []
-    process = types.SimpleNamespace(actor=actor, in_hand=[])
-    death = WorkerDied("killed", has_begun=False)
-    workers = types.SimpleNamespace(
-        find=lambda worker: process,
-        actors=lambda: [actor],
-        replace_dead=lambda *of: deaths.append(of) or death,
-    )
+    workers = FakeWorkers()
     with pytest.raises(WorkerDied, match="^killed$") as caught:
-        RemoteData(workers, max_failures=3).ask(0, 0, "draw", 0, 0)
-    assert caught.value.has_begun and len(deaths) == 3
+        RemoteData(workers, max_failures=3).draw(0, 0, b"", 0)
+    assert caught.value.has_begun and len(workers.deaths) == 3
 
 
-def test_an_exit_of_data_that_is_made_again_fails_its_closure():
+def test_elements_of_a_machine_that_is_lost_are_made_again(monkeypatch):
+    import ray
+    from ray.exceptions import ObjectLostError, RayTaskError
+
+    lost = ObjectLostError("", "", "")
+
+    def get(call):
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    monkeypatch.setattr(ray, "get", get)
+    draws = iter([("first", lost), ("again", [np.ones(2)]), ("third", [np.ones(3)])])
+    element = _DrawnElement(types.SimpleNamespace(draw=lambda index: next(draws)), 5)
+    array = RemoteArray(element, 0, (2,), np.dtype(np.float32))
+    assert element.draw() == "first"
+    np.testing.assert_array_equal(np.asarray(array), np.ones(2, np.float32))
+
+    calls = []
+    answers = iter([RayTaskError("run", "", lost), Done([], {})])
+    run = types.SimpleNamespace(remote=lambda *args: (calls.append(args), next(answers))[1])
+    process = types.SimpleNamespace(actor=types.SimpleNamespace(run=run), in_hand=[])
+    engine = types.SimpleNamespace(number_of=lambda plan: 0, epoch=0, servers=[])
+    task = types.SimpleNamespace(closure=0, attempt=1, plan=None, arrays=[array])
+    Sent(engine, 0, process, task).ask("run")
+    assert [len(elements[0][0]) for _, *elements in calls] == [2, 3]
+
+
+def test_an_exit_of_data_fails_its_closure():
     """Ray would end the process; the closure would be retried, and blamed for killing workers."""
 
     from ray import cloudpickle
 
-    def make():
+    def make(context=None):
         raise SystemExit(17)
 
-    actor = WorkerActor(1, "replica")
-    actor.add_datasets({0: cloudpickle.dumps(make)})
-    actor.add_plan(0, None, 0, ())
-    places = [Place(0, 0, 0, np.dtype(np.float32))]
-    failed = actor.run(Order(0, 0, 0, 1, places, ProgramModes.of_this_thread()))
+    failed, _ = WorkerActor(1, "replica").draw(0, cloudpickle.dumps(make), 0)
     assert isinstance(failed.error, SystemExit) and failed.error.code == 17

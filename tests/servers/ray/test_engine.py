@@ -2,9 +2,6 @@
 
 import concurrent.futures
 import gc
-import os
-import signal
-from concurrent.futures import CancelledError
 
 import jax
 import jax.numpy as jnp
@@ -151,39 +148,10 @@ def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinato
     closure = value._closure
     tried_again = served.engine.workers.find(0)
     task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
-    task.require_wanted = lambda: None  # asked if the answer takes a while
     task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
     outcome = Sent(served.engine, 0, tried_again, task).ask("run")
     assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
     assert counters.values() == [5, 10, 0]
-
-
-def test_a_closure_that_is_cancelled_ends_before_its_next_push(served, coordinator):
-    """Its server holds the pull until the worker knows; another closure then has its element."""
-    import ray  # not before the engine does: other tests have no use for it
-
-    counters = Counters(served)
-    element = iter(coordinator.create_per_worker_dataset([np.int32(1)]))
-    coordinator.schedule(counters.both, (jnp.int32(1),)).get()
-    pids = [server.pid for server in served.servers]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        value = coordinator.schedule(counters.both, (element,))
-        board = coordinator._board
-        board.waiters.wait_until(lambda: board.running)
-        coordinator.cancel()
-        for actor in served.engine.workers.actors():  # as the engine does, and waits
-            ray.get(actor.stop.remote(value._closure.number))
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    coordinator.join()
-    with pytest.raises(CancelledError, match="cancel"):
-        value.fetch()
-    assert counters.values() == [1, 2, 0]
-    coordinator.schedule(counters.both, (element,)).get()
-    assert counters.values() == [2, 4, 0]
 
 
 def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, coordinator, checkpointer):

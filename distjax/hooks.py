@@ -41,9 +41,33 @@ launchers: list[Callable[[Any], Callable[..., Any] | None]] = []
 #: ``told(name)``: a program is about to be compiled for the first time.
 on_new_program: list[Callable[[str], None]] = []
 
-#: ``told(variables, lower)``: a step is about to create variables; ``lower()`` returns the program
-#: that computes their initial values.
+#: ``told(variables, initial)``: variables are about to get their initial values; ``initial()``
+#: returns the program that computes them, lowered, or the one value.
 on_created: list[Callable[[Any, Callable[[], Any]], None]] = []
+
+#: ``told(what, value)``: a value on the host was written where every process has to write the same.
+on_host_write: list[Callable[[str, Any], None]] = []
+
+#: ``begin(name, fn, arrays, static)``: ``fn(arrays, *static)`` is about to be launched outside of
+#: programs. Returns what is called with an output that is ready when it is done, or with None if it
+#: was not launched; or None.
+on_operation: list[Callable[..., Callable[[Any], None] | None]] = []
+
+#: ``told(strategy, devices)``: a strategy of this name is made for `devices`, or for all (None).
+on_all_devices: list[Callable[[str, Any], None]] = []
+
+#: ``told(call, meant)``: a call takes this process's devices, by default; the code `meant` says so.
+on_local_devices: list[Callable[[str, str], None]] = []
+
+#: ``told(topology, devices_per_host)``: a strategy is about to reduce over these replicas.
+on_topology: list[Callable[[Any, int], None]] = []
+
+#: ``told(topology, copies)``: values that have to be equal on all replicas are compared. `copies`
+#: are those that this process holds: by name of the value, a list with `slices` and `data` each.
+on_compared: list[Callable[[Any, Any], None]] = []
+
+#: ``join(layout, partial)`` returns the `data.iterator.Together` of a new iterator, or None.
+readers: list[Callable[[Any, str], Any]] = []
 
 #: ``work(what)`` returns a context in which this process is at slow work, such as a compilation.
 at_work: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []

@@ -40,8 +40,7 @@ from distjax.checkpoint.directory import (
 from distjax.checkpoint.leaves import encode_array
 from distjax.checkpoint.together import WriteBarrier, hear_all, hear_first
 from distjax.cluster.job import job
-from distjax.cluster.ledger import ledger
-from distjax.cluster.phases import phase
+from distjax.cluster.ledger import ledger, phase
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import CheckpointError, ClusterError, ContextError, describe_error, message
 from distjax.placement.transfer import require_wholly_here

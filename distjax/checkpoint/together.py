@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distjax.checkpoint.leaves import Leaf
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact
-from distjax.cluster.job import Job
-from distjax.cluster.lines import as_plain
-from distjax.cluster.meeting import come_and_hear, exchange
-from distjax.cluster.phases import phase
+from distjax.cluster.job import Job, as_plain
+from distjax.cluster.ledger import phase
+from distjax.cluster.meeting import ComparedFact, agree, come_and_hear, exchange
 from distjax.errors import CheckpointError
 
 _PLACE = "distjax/writing"

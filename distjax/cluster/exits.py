@@ -1,4 +1,10 @@
-"""Exit codes of a process, and the only way of exiting that preserves them."""
+"""How a process of a job exits: with a code that says why, once the others have heard of it.
+
+A process that exits early says so in the coordination service, under a single key that the watch
+of every process looks at. The first one is the cause; errors that the others then run into are not.
+Process 0 hosts that service, and JAX aborts the others as soon as it is gone. So all acknowledge
+that they have read the key, and process 0 exits last, after a bounded wait.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,15 @@ import logging
 import os
 import re
 import sys
+import threading
+import time
 import traceback
 from typing import NoReturn
 
 import jax
 
+from distjax.cluster.job import Job, as_line, as_plain
+from distjax.cluster.ledger import CAUSE
 from distjax.errors import (
     AgreementError,
     ClusterError,
@@ -96,3 +106,48 @@ def is_interactive() -> bool:
     if ipython is not None and ipython.get_ipython() is not None:
         return True
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
+
+
+# -- leaving a job ---------------------------------------------------------------
+
+_LEFT = "distjax/departure/left"
+#: How long a process may delay its exit for the others' sake: they look every two seconds at least.
+_LEAVE_SECONDS = 5.0
+#: How long process 0 stays after the last acknowledgment, so that the others can exit.
+_LAST_SECONDS = 0.3
+
+#: Acquired for good by the one thread that ends this process; again if that has failed half-way.
+_end = threading.RLock()
+
+
+def begin_to_end() -> None:
+    """Returns in the first thread that wants to end the process; blocks all others."""
+    _end.acquire()
+
+
+def leave(joined: Job, code: int, text: str, others_code: int = PEER_LOST) -> NoReturn:
+    """Ends this process with `code`, and the others with `others_code` and `text`.
+
+    Call after `begin_to_end`. If another process has already left, its code and text are
+    the ones that the others get.
+    """
+    flush_outputs()  # once it has announced its exit, JAX may abort this process
+    telling = threading.Thread(target=_tell, args=(joined, text, others_code), daemon=True)
+    telling.start()
+    telling.join(_LEAVE_SECONDS)  # an unresponsive coordinator must not block the exit
+    end_at_once(code)
+
+
+def _tell(joined: Job, text: str, others_code: int) -> None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    own, client = joined.process_id, joined.client
+    cause = {"process": own, "code": others_code, "text": as_plain(text, 2000)}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+        client.key_value_set(CAUSE, as_line(cause))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
+        for other in range(joined.num_processes) if own == 0 else ():
+            seconds = max(deadline - time.monotonic(), 0.001)
+            client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
+        if own == 0:
+            time.sleep(_LAST_SECONDS)

@@ -7,26 +7,21 @@ done by then. Elsewhere nothing is awaited.
 
 The last program of a half stands for all of it: XLA makes a program on several of a process's CPU
 devices wait for the end of the one that it launched before (`last_collective_launch_event`), so
-such programs end in the order of their launch. In a job of several processes, programs on one
-device keep no order, and each is awaited.
+such programs end in the order of their launch. Where several processes share an array, programs on
+one device keep no order, and each is awaited.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat, user_mesh
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact, describe_structure
-from distjax.cluster.job import job
-from distjax.cluster.ledger import Launch, ledger
+from distjax import hooks, jax_compat, user_mesh
 from distjax.typing import PyTree
 
 # -- programs in flight ---------------------------------------------------------
@@ -54,6 +49,12 @@ def is_throttled() -> bool:
     )
 
 
+@functools.cache
+def is_one_of_several() -> bool:
+    """Returns whether other processes run the same programs, as `jax.distributed` has it."""
+    return jax.process_count() > 1
+
+
 def make_token() -> jax.Array:
     """Returns an extra program output: ready when the program is done, never donated.
 
@@ -70,7 +71,7 @@ def throttle(completion: jax.Array | None) -> None:
     """
     if completion is not None and not isinstance(completion, jax_compat.Tracer) and is_throttled():
         launch = count_launch()
-        if not launch or awaiting or job() is not None:
+        if not launch or awaiting or is_one_of_several():
             record_completion(completion, launch)
 
 
@@ -78,7 +79,7 @@ def record_completion(completion: jax.Array, launch: int) -> None:
     """Records the completion of a launched program; awaits the older half if this one ends a half.
 
     Of the launches of a half only the last needs to be recorded, unless other threads are
-    waiting, or the process is in a job.
+    waiting, or there are several processes.
 
     Args:
       completion: is ready when the program is done.
@@ -117,30 +118,10 @@ def _await_older() -> None:
 @functools.lru_cache(maxsize=1024)
 def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
     def program(arrays: PyTree) -> tuple[Any, Any]:
-        return fn(arrays, *static), make_token() if job() is not None or is_throttled() else None
+        is_told = is_one_of_several() or is_throttled()
+        return fn(arrays, *static), make_token() if is_told else None
 
     return jax.jit(program)
-
-
-def _spans_processes(arrays: PyTree) -> bool:
-    leaves = jax.tree.leaves(arrays)
-    return not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
-
-
-def _agree(name: str, fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> int:
-    """Has the processes compare an operation that spans them, the first time each kind is run.
-
-    This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
-    otherwise pair up with a different collective of the other processes. Returns a checksum of
-    what they compared.
-    """
-    leaves, treedef = jax.tree.flatten(arrays)
-    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    shown = ", ".join(map(str, static))  # topologies, modes, axes: none prints a memory address
-    what = f"{fn.__name__}({shown}) of {shapes} in {describe_structure(treedef)}"
-    facts = [ComparedFact(name, what)]
-    agree(name, facts, known_by=[ComparedFact("an operation over the replicas", what)])
-    return zlib.crc32(what.encode())
 
 
 @user_mesh.ignores_user_mesh
@@ -155,22 +136,18 @@ def call_compiled(
       fn: a module-level function of a pytree of arrays and hashable values.
       arrays: the pytree of arrays.
       *static: hashable values.
-      name: the operation in the user's words, for errors and the ledger, equal on all processes;
-        default: that of ``fn``.
+      name: the operation in the user's words, equal on all processes; default: that of ``fn``.
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
     compiled = _compile(fn, static)
-    if job() is not None and _spans_processes(arrays):
-        name = name or fn.__name__
-        launch = ledger.begin_launch(Launch(name, _agree(name, fn, arrays, static)))
-        try:
-            out, token = compiled(arrays)
-        except BaseException:
-            ledger.abandon_launch(launch)
-            raise
-        ledger.end_launch(launch, token)
-    else:
+    begun = [begin(name or fn.__name__, fn, arrays, static) for begin in hooks.on_operation]
+    token = None
+    try:
         out, token = compiled(arrays)
+    finally:
+        for end in begun:
+            if end is not None:
+                end(token)
     throttle(token)
     return out

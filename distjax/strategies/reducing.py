@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax import jax_compat
-from distjax.cluster.writes import record_write
+from distjax import hooks, jax_compat
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.ops import as_reduce_op, require_dense, require_gather_axis, require_sums
 from distjax.collectives.reductions import (
@@ -379,7 +378,8 @@ def broadcast_to(extended: ExtendedForVariables, value: PyTree, destinations: De
                 x = place_output(x, extended.topology)
             return note_one_value(x, extended.num_replicas)
         if target is not None and not target.is_fully_addressable:
-            record_write("broadcast_to", x)
+            for told in hooks.on_host_write:
+                told("broadcast_to", x)
         return place_on(x, _fitting(target, destinations, x, extended.topology))
 
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))

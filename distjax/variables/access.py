@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax import jax_compat, user_mesh
-from distjax.cluster.writes import record_write
+from distjax import hooks, jax_compat, user_mesh
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
@@ -93,7 +92,8 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> None:
     else:
         _write_across(variable, state, array, method)
     if state is states.STORAGE and variable.spans_processes:
-        record_write(f"{method} of variable {variable.name!r}", array)
+        for told in hooks.on_host_write:
+            told(f"{method} of variable {variable.name!r}", array)
 
 
 _write_off_mesh = user_mesh.ignores_user_mesh(_write)

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
-from distjax.cluster.facts import describe_on_host, describe_program
+from distjax import hooks, jax_compat
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
@@ -25,7 +24,6 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.transfer import require_no_mask
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
-from distjax.variables.agreement import agree_on_creation
 from distjax.variables.conversion import Array, as_array, is_traced, to_dtype, without_weak_type
 from distjax.variables.layouts import Layout, StackedLayout, VariablePlacement
 from distjax.variables.policy import PLAIN, Policy, policy_for
@@ -244,14 +242,14 @@ def _initialize_now(
 
         with jax_compat.outside_traces():
             compiled = jax.jit(make, out_shardings=variable.sharding)
-            if variable.spans_processes:
-                agree_on_creation([variable], describe_program(compiled.lower()))
+            for told in hooks.on_created:
+                told([variable], compiled.lower)
             variable.stored.swap(compiled())
         return
     with jax.ensure_compile_time_eval():
         value = make_initial()
-        if variable.spans_processes:
-            agree_on_creation([variable], describe_on_host(value))
+        for told in hooks.on_created:
+            told([variable], lambda: value)
         access.initialize(variable, value)
 
 

@@ -93,7 +93,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("in_job", [False, True])
 def test_the_older_half_is_awaited_when_too_many_are_in_flight(launches, monkeypatch, in_job):
     """In one process by its newest, in whose order the others end; in a job each of them."""
-    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
+    monkeypatch.setattr(eager, "is_one_of_several", lambda: in_job)
     tokens = [Token() for _ in range(5 * HALF)]
     for number, token in enumerate(tokens, start=1):
         eager.throttle(token)
@@ -168,7 +168,7 @@ def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
 @pytest.mark.parametrize("in_job", [False, True])
 def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_job):
     """Then the newer half is awaited as well."""
-    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
+    monkeypatch.setattr(eager, "is_one_of_several", lambda: in_job)
     tokens = [Token() for _ in range(2 * HALF)]
 
     def refuse():

@@ -67,7 +67,7 @@ on_topology: list[Callable[[Any, int], None]] = []
 on_compared: list[Callable[[Any, Any], None]] = []
 
 #: ``join(layout, partial)`` returns the `data.iterator.Together` of a new iterator, or None.
-readers: list[Callable[[Any, str], Any]] = []
+readers: list[Callable[[Any, Any], Any]] = []
 
 #: ``work(what)`` returns a context in which this process is at slow work, such as a compilation.
 at_work: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []

@@ -34,13 +34,6 @@ class Finding:
 Proof = tuple[str, bool]
 
 
-class ProvesLocality(Protocol):
-    """The analysis of a segment; see `distjax.replica.analysis.Analysis`."""
-
-    def values(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> dict[Any, bool]: ...
-    def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool: ...
-
-
 class Observer(Protocol):
     """Watches traces from a frame on the stack; see `frames.observer`.
 
@@ -70,7 +63,7 @@ class Observer(Protocol):
         ...
 
     def on_segment(
-        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], topology: Topology
     ) -> None:
         """A merge-free run of replica code is emitted; `varying` describes its inputs."""
         ...

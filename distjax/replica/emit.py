@@ -108,7 +108,7 @@ class JaxprEmitter:
         part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
         observer = frames.observer()
         if observer is not None and self.topology.num_replicas > 1:
-            observer.on_segment(part, [env[v].varying for v in ins], self.analysis)
+            observer.on_segment(part, [env[v].varying for v in ins], self.topology)
         values = map_replicas(
             self.topology,
             lambda *local: self._evaluate(part, (), local),

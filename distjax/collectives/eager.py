@@ -2,19 +2,14 @@
 
 Before JAX 0.12, a CPU process with several devices hangs, and aborts after 40 s, once more
 than about 30 programs with collectives are enqueued without any being awaited. There, at most
-`MAX_IN_FLIGHT` programs run at a time; then the older half of them is awaited, which is usually
-done by then. Elsewhere nothing is awaited.
-
-The last program of a half stands for all of it: XLA makes a program on several of a process's CPU
-devices wait for the end of the one that it launched before (`last_collective_launch_event`), so
-such programs end in the order of their launch. Where several processes share an array, programs on
-one device keep no order, and each is awaited.
+`MAX_IN_FLIGHT` programs run at a time: one more awaits the oldest of them, which is usually done by
+then. Elsewhere nothing is awaited.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +23,9 @@ from distjax.typing import PyTree
 
 
 MAX_IN_FLIGHT = 16
-_HALF = MAX_IN_FLIGHT // 2
 
-# Counted in C, since each call of a program does: 0 for a launch that ends a half.
-count_launch = itertools.cycle((*range(1, _HALF), 0)).__next__
-_older: list[jax.Array] = []  # ends of the half before
-_newer: list[jax.Array] = []
-# Not empty while a half is awaited: threads that launch wait for it, too. There is no lock: an
-# exception in a signal handler could leave it locked.
-awaiting: list[None] = []
+#: An output of each program in flight, oldest first.
+_in_flight: collections.deque[jax.Array] = collections.deque()
 
 
 @functools.cache
@@ -64,52 +53,27 @@ def make_token() -> jax.Array:
 
 
 def throttle(completion: jax.Array | None) -> None:
-    """Counts a launched program; waits for the older half when too many are in flight.
+    """Records a launched program; awaits the oldest in flight if there are too many.
+
+    It takes no lock, which an exception in a signal handler could leave locked: of several threads
+    that launch, each awaits a program of its own.
 
     Args:
       completion: is ready when the program is done; None: the program is not throttled.
     """
-    if completion is not None and not isinstance(completion, jax_compat.Tracer) and is_throttled():
-        launch = count_launch()
-        if not launch or awaiting or is_one_of_several():
-            record_completion(completion, launch)
-
-
-def record_completion(completion: jax.Array, launch: int) -> None:
-    """Records the completion of a launched program; awaits the older half if this one ends a half.
-
-    Of the launches of a half only the last needs to be recorded, unless other threads are
-    waiting, or there are several processes.
-
-    Args:
-      completion: is ready when the program is done.
-      launch: the result of `count_launch`.
-    """
-    _newer.append(completion)
-    if launch and not awaiting:
+    if completion is None or isinstance(completion, jax_compat.Tracer) or not is_throttled():
         return
-    awaiting.append(None)
+    _in_flight.append(completion)
+    if len(_in_flight) <= MAX_IN_FLIGHT:
+        return
     try:
-        _await_older()
-    finally:
-        awaiting.pop()
-    if launch == 0:
-        _older[:] = ends = _newer[:]
-        del _newer[: len(ends)]  # not those that other threads have added since
-
-
-def _await_older() -> None:
-    """Waits until the older half is done; failures are reported to whoever reads the outputs."""
-    ends = older = _older[:]
-    for end in older:
-        if end.is_deleted():  # donated since, so it tells nothing: then what came later does
-            ends = older + _newer
-            break
-    for end in ends:
-        try:
-            end.block_until_ready()
-        except RuntimeError:
-            pass
+        while (oldest := _in_flight.popleft()).is_deleted():
+            pass  # donated since, so it tells nothing: then what came later does
+        oldest.block_until_ready()
+    except IndexError:  # other threads await what is left
+        pass
+    except RuntimeError:  # a failure is reported to whoever reads the outputs
+        pass
 
 
 # -- eager operations -----------------------------------------------------------

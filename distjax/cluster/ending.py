@@ -128,7 +128,8 @@ def _end_after(error: BaseException) -> NoReturn:
     if joined is None:
         end_at_once(code)
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
-    leave(joined, code, error_text(error), code if is_of_all else PEER_LOST)
+    others_code = code if is_of_all else PEER_LOST
+    leave(joined, code, error_text(error), others_code, says_who=code == PEER_LOST)
 
 
 def _wait_for_all(joined: Job) -> None:

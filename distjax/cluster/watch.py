@@ -27,14 +27,16 @@ from distjax.cluster.exits import (
     STUCK,
     UNCAUGHT,
     begin_to_end,
+    departure_text,
     error_text,
     exit_code,
     is_interactive,
     leave,
+    parse_departure,
     print_error,
     print_stacks,
 )
-from distjax.cluster.job import Job, as_plain, parse_line
+from distjax.cluster.job import Job
 from distjax.cluster.ledger import (
     Call,
     Ledger,
@@ -222,19 +224,10 @@ class Watch:
         Args:
           cause: the line by which that one, or the first of several, has told the others.
         """
-        match parse_line(cause):
-            case {"process": int(left), "code": int(code), "text": str(text)}:
-                is_other = left != self._job.process_id
-            case _:
-                return
-        if not is_other:
+        left = parse_departure(cause)
+        if left is None or left.process == self._job.process_id:
             return
-        said = message(
-            f"{self._job.name_process(self._job.process_id)} needs all processes of its job",
-            got=f"the end of {self._job.name_process(left)}: {as_part(as_plain(text, 2000))}",
-            why="no collective can be complete without it",
-            fix="look at what that process said; start the job again",
-        )
+        said, (_, code, text) = departure_text(self._job, left), left
         if is_interactive():
             self._say(said)
             return

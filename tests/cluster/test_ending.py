@@ -73,7 +73,7 @@ def hooks(monkeypatch):
     def end(code):
         raise Ended(code)
 
-    def leave(joined, code, text, others_code=71):
+    def leave(joined, code, text, others_code=71, **options):
         raise Ended(code, text, others_code)
 
     seen = []
@@ -430,10 +430,19 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
     assert "another reason" not in said
 
 
+def test_who_loses_another_says_which(processes, capsys):
+    """Its watch may not have looked yet when a collective fails."""
+    jobs, ended, _ = processes
+    exits.leave(jobs[2], 70, "ValueError: mine")
+    exits.leave(jobs[1], 71, "JaxRuntimeError: Gloo", says_who=True)
+    assert ended == {"MainThread": 71}
+    assert "the end of process 2 on c (pid 3): ValueError: mine" in capsys.readouterr().err
+
+
 def test_at_a_prompt_the_others_end_is_said_once_and_no_more(processes, monkeypatch, capsys):
     jobs, ended, _ = processes
     monkeypatch.setattr(watch, "is_interactive", lambda: True)
-    exits._tell(jobs[2], "ValueError: mine", 71)
+    exits._tell(jobs[2], "ValueError: mine", 71, False)
     each = watch.Watch(jobs[1], int, Ledger())
     each.look(0.0)
     each.look(1.0)

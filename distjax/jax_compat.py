@@ -230,11 +230,6 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     return None
 
 
-def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Returns whether a mesh spans several processes; False for abstract meshes."""
-    return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
-
-
 def split_scan_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:
     """Returns a `scan` equation's inputs: constants, carry, and what is scanned over."""
     if "num_consts" not in eqn.params:  # JAX 0.12 stores the operands' tree instead of their counts

@@ -260,12 +260,6 @@ def key_impl(dtype: DTypeLike) -> str:
     return str(jax.random.key_impl(jax.lax.empty((), dtype)))
 
 
-def another_handle(array: jax.Array) -> jax.Array:
-    """Returns a new array object over the same buffers."""
-    shards = [s.data for s in shards_of(array)]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-
-
 def shards_of(array: jax.Array) -> Sequence[Any]:
     """Returns this process's shards of an array, or those of a copy.
 

@@ -11,7 +11,7 @@ from distjax import diagnostics, errors, testing
 from distjax import hooks as _hooks
 from distjax import lint as lint  # installs itself
 from distjax.cluster.joining import initialize
-from distjax.cluster.phases import phase
+from distjax.cluster.ledger import phase
 from distjax.collectives.reductions import CommunicationImplementation, CommunicationOptions
 from distjax.context.expectation import expect
 from distjax.context.scoping import (
@@ -54,7 +54,8 @@ from distjax.variables.variable import Variable
 __version__ = "0.1.0"
 
 # The layers: what the kernel calls at its events (`hooks`).
-_importlib.import_module("distjax.job_hooks")
+for _layer in ("programs", "devices", "data"):
+    _importlib.import_module(f"distjax.cluster.{_layer}")
 _hooks.object_layers["flax.nnx"] = "distjax.flax.bridge"
 
 __all__ = [

@@ -112,6 +112,27 @@ on_created = Event()
 #: ``told(what, value)``: a value on the host was written where every process has to write the same.
 on_host_write = Event()
 
+#: ``begin(name, fn, arrays, static)``: ``fn(arrays, *static)`` is about to be launched outside of
+#: programs. Returns what is called with an output that is ready when it is done, or with None if it
+#: was not launched; or None.
+on_operation = Event()
+
+#: ``told(strategy, devices)``: a strategy of this name is made for `devices`, or for all (None).
+on_all_devices = Event()
+
+#: ``told(call, meant)``: a call takes this process's devices, by default; the code `meant` says so.
+on_local_devices = Event()
+
+#: ``told(topology, devices_per_host)``: a strategy is about to reduce over these replicas.
+on_topology = Event()
+
+#: ``told(topology, copies)``: values that have to be equal on all replicas are compared. `copies`
+#: are those that this process holds: by name of the value, a list with `slices` and `data` each.
+on_compared = Event()
+
+#: ``join(layout, partial)`` returns the `data.iterator.Together` of a new iterator, or None.
+readers = Event()
+
 #: ``work(what)`` returns a context in which this process is at slow work, such as a compilation.
 at_work = Event()
 
@@ -126,7 +147,7 @@ on_call = Event()
 #: ``told(arrays, given)``: in a trace, arrays stand for those that were given.
 on_stand_ins = Event()
 
-#: ``told(jaxpr, varying, analysis)``: a merge-free run of replica code is emitted for several
+#: ``told(jaxpr, varying, topology)``: a merge-free run of replica code is emitted for several
 #: replicas; `varying` describes its inputs.
 on_segment = Event()
 

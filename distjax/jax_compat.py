@@ -230,11 +230,6 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     return None
 
 
-def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Returns whether a mesh spans several processes; False for abstract meshes."""
-    return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
-
-
 def split_scan_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:
     """Returns a `scan` equation's inputs: constants, carry, and what is scanned over."""
     if "num_consts" not in eqn.params:  # JAX 0.12 stores the operands' tree instead of their counts
@@ -263,12 +258,6 @@ def is_key_dtype(dtype: DTypeLike | None) -> bool:
 def key_impl(dtype: DTypeLike) -> str:
     """Returns the PRNG implementation of a key dtype; JAX reveals it for arrays only."""
     return str(jax.random.key_impl(jax.lax.empty((), dtype)))
-
-
-def another_handle(array: jax.Array) -> jax.Array:
-    """Returns a new array object over the same buffers."""
-    shards = [s.data for s in shards_of(array)]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def shards_of(array: jax.Array) -> Sequence[Any]:

@@ -42,18 +42,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from distjax.checkpoint.leaves import Leaf, encode_array
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import Job, job
-from distjax.cluster.ledger import ledger
+from distjax.cluster.ledger import ledger, phase
 from distjax.cluster.meeting import (
+    ComparedFact,
+    agree,
     come_and_hear,
     failure_of,
     hear_all,
     hear_first,
     require_no_failure,
 )
-from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import (
     CheckpointError,

@@ -19,21 +19,21 @@ from typing import NoReturn
 import jax
 
 from distjax import jax_compat
-from distjax.cluster.callbacks import watch_callbacks
-from distjax.cluster.departure import begin_to_end, leave, start_watch
 from distjax.cluster.exits import (
     DIFFERENT,
     PEER_LOST,
+    begin_to_end,
     end_at_once,
     error_text,
     exit_code,
     is_interactive,
+    leave,
     print_error,
 )
 from distjax.cluster.job import Job, job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.meeting import come_and_hear, require_equal, who_came
-from distjax.cluster.watch import Watch
+from distjax.cluster.watch import Watch, watch_callbacks
 from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
 
 #: The fraction of `shutdown_timeout` for the last meeting; JAX's own wait would abort.
@@ -59,9 +59,8 @@ class _Ending:
     def watch(self, joined: Job) -> None:
         """Makes this process end when another does, and meet the others at its regular end."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
-        self._stop_watch = start_watch(joined, lambda: self.code)
         watch_callbacks()
-        self._watch = Watch(joined)
+        self._watch = Watch(joined, lambda: self.code)
         self._watch.start()
         atexit.register(self._meet)
 
@@ -119,7 +118,6 @@ class _Ending:
             print_error(error)
         # A thread that is in a call to the coordinator when Python ends aborts the process.
         self._watch.stop()
-        self._stop_watch()
 
     def _end_alone(self, joined: Job, error: ClusterError) -> NoReturn:
         begin_to_end()
@@ -134,7 +132,8 @@ def _end_after(error: BaseException) -> NoReturn:
     if joined is None:
         end_at_once(code)
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
-    leave(joined, code, error_text(error), code if is_of_all else PEER_LOST)
+    others_code = code if is_of_all else PEER_LOST
+    leave(joined, code, error_text(error), others_code, says_who=code == PEER_LOST)
 
 
 def _wait_for_all(joined: Job) -> None:

@@ -1,4 +1,10 @@
-"""Exit codes of a process, and the only way of exiting that preserves them."""
+"""How a process of a job exits: with a code that says why, once the others have heard of it.
+
+A process that exits early says so in the coordination service, under a single key that the watch
+of every process looks at. The first one is the cause; errors that the others then run into are not.
+Process 0 hosts that service, and JAX aborts the others as soon as it is gone. So all acknowledge
+that they have read the key, and process 0 exits last, after a bounded wait.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,23 @@ import logging
 import os
 import re
 import sys
+import threading
+import time
 import traceback
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 
+from distjax.cluster.job import Job, as_line, as_plain, parse_line
+from distjax.cluster.ledger import CAUSE
 from distjax.errors import (
     AgreementError,
     ClusterError,
     PeerLostError,
     PreemptedError,
     StuckError,
+    as_part,
+    message,
 )
 
 UNCAUGHT, PEER_LOST, STUCK, DIFFERENT = 70, 71, 76, 77
@@ -96,3 +108,88 @@ def is_interactive() -> bool:
     if ipython is not None and ipython.get_ipython() is not None:
         return True
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
+
+
+# -- leaving a job ---------------------------------------------------------------
+
+_LEFT = "distjax/departure/left"
+#: How long a process may delay its exit for the others' sake: they look every two seconds at least.
+_LEAVE_SECONDS = 5.0
+#: How long process 0 stays after the last acknowledgment, so that the others can exit.
+_LAST_SECONDS = 0.3
+
+#: Acquired for good by the one thread that ends this process; again if that has failed half-way.
+_end = threading.RLock()
+
+
+def begin_to_end() -> None:
+    """Returns in the first thread that wants to end the process; blocks all others."""
+    _end.acquire()
+
+
+class Departure(NamedTuple):
+    """Which process has left, the code and the text for the others."""
+
+    process: int
+    code: int
+    text: str
+
+
+def parse_departure(line: str) -> Departure | None:
+    """Returns the departure that a line tells of, or None."""
+    match parse_line(line):
+        case {"process": int(process), "code": int(code), "text": str(text)}:
+            return Departure(process, code, text)
+        case _:
+            return None
+
+
+def departure_text(joined: Job, left: Departure) -> str:
+    """Returns what this process says when it ends because another one has left."""
+    return message(
+        f"{joined.name_process(joined.process_id)} needs all processes of its job",
+        got=f"the end of {joined.name_process(left.process)}: {as_part(as_plain(left.text, 2000))}",
+        why="no collective can be complete without it",
+        fix="look at what that process said; start the job again",
+    )
+
+
+def leave(
+    joined: Job, code: int, text: str, others_code: int = PEER_LOST, *, says_who: bool = False
+) -> NoReturn:
+    """Ends this process with `code`, and the others with `others_code` and `text`.
+
+    Call after `begin_to_end`. If another process has already left, its code and text are
+    the ones that the others get; and `says_who`, this one says so.
+    """
+    flush_outputs()  # once it has announced its exit, JAX may abort this process
+    told = joined, text, others_code, says_who
+    telling = threading.Thread(target=_tell, args=told, daemon=True)
+    telling.start()
+    telling.join(_LEAVE_SECONDS)  # an unresponsive coordinator must not block the exit
+    end_at_once(code)
+
+
+def _tell(joined: Job, text: str, others_code: int, says_who: bool) -> None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    own, client = joined.process_id, joined.client
+    cause = Departure(own, others_code, as_plain(text, 2000))
+    try:
+        client.key_value_set(CAUSE, as_line(cause._asdict()))
+    except jax.errors.JaxRuntimeError:  # another process was first
+        if says_who:
+            _say_who(joined)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
+        for other in range(joined.num_processes) if own == 0 else ():
+            seconds = max(deadline - time.monotonic(), 0.001)
+            client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
+        if own == 0:
+            time.sleep(_LAST_SECONDS)
+
+
+def _say_who(joined: Job) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        left = parse_departure(joined.client.blocking_key_value_get(CAUSE, 1000))
+        if left is not None:
+            print_error(departure_text(joined, left))

@@ -1,4 +1,4 @@
-"""The job that this process has joined.
+"""The job that this process has joined, what it was told to do so, and lines between processes.
 
 `initialize` joins and records it here. A single-process program has no job and pays nothing for
 multi-process support: code that compares processes checks ``job()`` first.
@@ -7,7 +7,8 @@ multi-process support: code that compares processes checks ``job()`` first.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+import json
+from typing import Any, Protocol
 
 
 class CoordinationClient(Protocol):
@@ -53,6 +54,46 @@ class Timeouts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `initialize` was told or found out.
+
+    Attributes:
+      coordinator_address: "host:port" of process 0; None in a single-process program.
+      num_processes: the number of processes.
+      process_id: the index of this one.
+      local_device_ids: the devices that this process uses; None: all it has.
+      bind_address: where the coordinator was asked to listen, or None.
+      timeouts: how long the job waits.
+      attempt: how many times the job was restarted.
+      mtls: JAX's options for encrypted connections to the coordinator, sorted by name.
+    """
+
+    coordinator_address: str | None
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None
+    bind_address: str | None
+    timeouts: Timeouts
+    attempt: int
+    mtls: tuple[tuple[str, Any], ...]
+
+    def describe_difference(self, other: Settings) -> str:
+        """Returns "process_id=1, which was 0" for each argument that differs in `other`."""
+        mine, its = self._as_arguments(), other._as_arguments()
+        names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+        return "; ".join(f"{n}={its.get(n)!r}, which was {mine.get(n)!r}" for n in names)
+
+    def _as_arguments(self) -> dict[str, object]:
+        """Returns the fields under their names as arguments of `initialize`."""
+        fields = {**vars(self), **dict(self.mtls)}
+        fields["coordinator_bind_address"] = fields.pop("bind_address")
+        for name, seconds in vars(self.timeouts).items():
+            fields[name if name == "step_deadline" else f"{name}_timeout"] = seconds
+        del fields["timeouts"], fields["mtls"]
+        return fields
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """The job of this process.
 
@@ -86,3 +127,26 @@ def job() -> Job | None:
 def set_job(joined: Job) -> None:
     """Records that this process has joined a job; called once."""
     _joined[:] = [joined]
+
+
+# -- lines that processes send each other: bounded in size, never executed -------
+
+
+def as_line(content: dict[str, Any]) -> str:
+    """Returns `content` as a line."""
+    return json.dumps(content) + "\n"
+
+
+def parse_line(line: str | bytes) -> dict[str, Any]:
+    """Returns the content of a line; empty if it is not a JSON object."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def as_plain(text: object, max_length: int = 64) -> str:
+    """Returns foreign text made printable: no control characters, truncated."""
+    plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
+    return plain if len(plain) <= max_length else plain[: max_length - 3] + "..."

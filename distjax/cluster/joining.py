@@ -1,30 +1,32 @@
-"""`initialize`: how a process joins a job."""
+"""`initialize`: how a process learns which job it belongs to, and joins it.
+
+What it is told comes from arguments, then environment variables, then the cluster that JAX detects,
+then TF_CONFIG.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import json
 import math
+import os
 import signal
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax import jax_compat
-from distjax.cluster import addresses
+from distjax.cluster import roll_call
 from distjax.cluster.ending import watch_the_end
-from distjax.cluster.job import Job, set_job
-from distjax.cluster.roll_call import hold_roll_call
-from distjax.cluster.settings import (
-    Request,
-    Settings,
-    as_device_ids,
-    find_settings,
-    make_timeouts,
-)
-from distjax.cluster.warm_up import warm_up
+from distjax.cluster.job import Job, Settings, Timeouts, set_job
 from distjax.errors import ClusterError, message
+from distjax.integers import is_int
 
 _one_at_a_time = threading.Lock()
 _joined_with: list[Settings] = []
@@ -120,23 +122,23 @@ def _join(settings: Settings) -> None:
     if settings.num_processes > 1:
         _require_in_time(settings)
         ending = watch_the_end()
-        places = hold_roll_call(settings)
+        places = roll_call.hold_roll_call(settings)
         _join_jax(settings)
         client = jax_compat.coordination_client()
         joined = Job(settings.process_id, settings.num_processes, client, settings.timeouts, places)
         set_job(joined)
         ending.watch(joined)
-        warm_up()
+        _use_all()
     _joined_with.append(settings)
 
 
 def _join_jax(settings: Settings) -> None:
     """Joins JAX's own rendezvous, with gloo listening at the address of `collectives_host`."""
     assert settings.coordinator_address is not None
-    host, port = addresses.split_address(settings.coordinator_address, "coordinator_address")
+    host, port = roll_call.split_address(settings.coordinator_address, "coordinator_address")
     bind = settings.bind_address
     own_bind = bind if settings.process_id == 0 else None
-    gloo_host = addresses.collectives_host(settings.coordinator_address, own_bind)
+    gloo_host = roll_call.collectives_host(settings.coordinator_address, own_bind)
     jax_compat.make_gloo_listen_at(gloo_host)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     timeouts = settings.timeouts
@@ -146,7 +148,7 @@ def _join_jax(settings: Settings) -> None:
         settings.process_id,
         local_device_ids=settings.local_device_ids,
         coordinator_bind_address=bind
-        or addresses.join_address(addresses.resolve_host(host, port), port),
+        or roll_call.join_address(roll_call.resolve_host(host, port), port),
         cluster_detection_method="deactivate",  # already done
         initialization_timeout=math.ceil(timeouts.initialization),
         heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
@@ -203,3 +205,247 @@ def _require_in_time(settings: Settings) -> None:
             fix=fix,
         )
     )
+
+
+# -- what a process is told about its job ----------------------------------------
+
+#: The longest time that JAX takes.
+_MAX_SECONDS = 2**31 - 1
+
+#: What defines a job: all three are needed, or none.
+_PLACE = ("coordinator_address", "num_processes", "process_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The place of this process in a job, as far as known."""
+
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_device_ids: tuple[int, ...] | None
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing indicates a job."""
+        return all(getattr(self, name) is None for name in _PLACE)
+
+    def filled_from(self, other: Request) -> Request:
+        """Returns this request with missing fields taken from `other`."""
+        missing = {name: x for name, x in vars(other).items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
+
+
+def find_settings(
+    given: Request,
+    detection_method: str | None,
+    bind_address: str | None,
+    timeouts: Timeouts,
+    mtls: Mapping[str, object],
+) -> Settings:
+    """Resolves the settings: arguments first, then environment, then detection."""
+    request = given.filled_from(_read_environment())
+    if None in dataclasses.astuple(request) and detection_method != "deactivate":
+        request = _detect(request, detection_method, timeouts)
+    if request.is_empty() and detection_method in (None, "deactivate"):
+        request = dataclasses.replace(request, num_processes=1)
+    _require_place(request)
+    return Settings(
+        request.coordinator_address,
+        int(request.num_processes or 1),
+        int(request.process_id or 0),
+        request.local_device_ids,
+        bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
+        timeouts,
+        _read_int("DISTJAX_ATTEMPT") or 0,
+        tuple(sorted(mtls.items())),
+    )
+
+
+def make_timeouts(
+    initialization: float,
+    heartbeat: float,
+    shutdown: float,
+    step_deadline: float,
+    meeting: float | None,
+    phase: float,
+) -> Timeouts:
+    """Returns a job's timeouts; meetings default to a minute or a step, if shorter."""
+    given = {
+        "initialization_timeout": initialization,
+        "heartbeat_timeout": heartbeat,
+        "shutdown_timeout": shutdown,
+        "step_deadline": step_deadline,
+        "meeting_timeout": 60.0 if meeting is None else meeting,
+        "phase_timeout": phase,
+    }
+    for name, value in given.items():
+        is_number = is_int(value) or isinstance(value, float)
+        if not (is_number and 0 < value <= _MAX_SECONDS):
+            raise ClusterError(
+                message(
+                    f"{name} of initialize needs to be a number of seconds, up to {_MAX_SECONDS}",
+                    got=repr(value),
+                    why="every wait of a job ends, and this is how long it may be",
+                    fix=f"dj.initialize(..., {name}=60)",
+                )
+            )
+    if meeting is None:
+        meeting = min(step_deadline, 60.0)
+    return Timeouts(initialization, heartbeat, shutdown, step_deadline, meeting, phase)
+
+
+def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Returns `ids` as a tuple, or None for all devices."""
+    if ids is None:
+        return None
+    found = (ids,) if isinstance(ids, (int, str)) else tuple(ids)
+    if not all(is_int(i) and i >= 0 for i in found):
+        raise ClusterError(
+            message(
+                "local_device_ids of initialize needs to be a number, or several",
+                got=repr(ids),
+                why="they say which of this machine's GPUs are those of this process",
+                fix="dj.initialize(..., local_device_ids=[0, 1])",
+            )
+        )
+    return tuple(int(i) for i in found)
+
+
+def _read_environment() -> Request:
+    address = os.environ.get("DISTJAX_COORDINATOR") or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count, own = _read_int("DISTJAX_NUM_PROCESSES", 2), _read_int("DISTJAX_PROCESS_ID")
+    return Request(address or None, count, own, None)
+
+
+def _read_int(variable: str, example: int = 0) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    if text.isdecimal():
+        return int(text)
+    raise ClusterError(
+        message(
+            f"the environment variable {variable} needs to be a number",
+            got=repr(text),
+            why="it says how this process takes part in a job",
+            fix=f"{variable}={example}, or unset it",
+        )
+    )
+
+
+def _detect(known: Request, method: str | None, timeouts: Timeouts) -> Request:
+    """Fills `known` in from JAX's cluster detection, then from TF_CONFIG."""
+    timeout = math.ceil(timeouts.initialization)
+    try:
+        found = jax_compat.detect_cluster(*dataclasses.astuple(known), method, timeout)
+    except Exception as error:  # from a scheduler, a metadata server, ...
+        raise ClusterError(
+            message(
+                "the cluster that this process was started in needs to be one that JAX can read",
+                got=f"{type(error).__name__}: {error}",
+                why="JAX sees signs of a cluster, and failed to find out its processes",
+                fix="dj.initialize(address, num_processes, process_id, "
+                "cluster_detection_method='deactivate')",
+            )
+        ) from error
+    address, count, own, devices = found
+    request = Request(address, count, own, as_device_ids(devices))
+    described = read_tf_config() if method is None else None
+    return request if described is None else request.filled_from(Request(*described, None))
+
+
+def _require_place(request: Request) -> None:
+    """Raises unless `request` is a valid place in a job."""
+    count, own = request.num_processes, request.process_id
+    known = dataclasses.asdict(request)
+    missing = [name for name in _PLACE if known[name] is None]
+    if is_int(count) and count == 1 and own in (0, None):
+        return  # alone, wherever the coordinator would be
+    if missing:
+        raise ClusterError(
+            message(
+                f"initialize needs {', '.join(_PLACE[:2])} and {_PLACE[2]}, or none of them",
+                got=", ".join(f"{name}={known[name]!r}" for name in _PLACE),
+                why=f"no argument, no variable DISTJAX_* and no cluster says {missing[0]}",
+                fix="dj.initialize('10.0.0.1:1234', num_processes=2, process_id=0), and 1 in the "
+                "other process",
+            )
+        )
+    roll_call.split_address(request.coordinator_address, "coordinator_address")
+    if not (is_int(count) and is_int(own) and 0 <= own < count):
+        raise ClusterError(
+            message(
+                "initialize needs a process_id from 0 up to num_processes - 1",
+                got=f"num_processes={count!r}, process_id={own!r}",
+                why="the processes of a job are numbered from 0, each number once",
+                fix="dj.initialize(address, num_processes=2, process_id=0), and 1 in the other "
+                "process",
+            )
+        )
+
+
+def read_tf_config() -> tuple[str, int, int] | None:
+    """Returns (coordinator address, number of processes, process id), or None.
+
+    The chief is process 0, followed by the workers; an evaluator is a separate program, as in
+    tf.distribute.
+    """
+    text = os.environ.get("TF_CONFIG", "").strip()
+    if text in ("", "{}"):
+        return None
+    try:
+        config = json.loads(text)
+        cluster, task = config.get("cluster") or {}, config.get("task") or {}
+        if not cluster or task.get("type") == "evaluator":
+            return None
+        return _find_task(cluster, str(task["type"]), int(task["index"]))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ClusterError(
+            message(
+                "TF_CONFIG needs to name a cluster of workers and which of them this process is",
+                got=text if len(text) <= 300 else text[:297] + "...",
+                why=f"it cannot be read so ({type(error).__name__}: {error})",
+                fix='{"cluster": {"worker": ["host-a:1234", "host-b:1234"]}, '
+                '"task": {"type": "worker", "index": 0}}, or unset TF_CONFIG',
+            )
+        ) from None
+
+
+def _find_task(cluster: dict[str, Any], kind: str, index: int) -> tuple[str, int, int]:
+    chiefs = cluster.get("chief") or cluster.get("master") or []
+    addresses = [*chiefs, *cluster.get("worker", [])]
+    offset = {"chief": 0, "master": 0, "worker": len(chiefs)}[kind]
+    length = len(addresses) - offset if kind == "worker" else len(chiefs)
+    if not 0 <= index < length:
+        raise LookupError(f"no task {index} of type {kind!r}")
+    return str(addresses[0]), len(addresses), offset + index
+
+
+# -- the first use of groups of devices ------------------------------------------
+
+_used: set[frozenset[frozenset[jax.Device]]] = set()
+
+
+def is_used(groups: np.ndarray) -> bool:
+    """Returns whether `use` has had these groups before."""
+    return frozenset(map(frozenset, groups.tolist())) in _used
+
+
+def use(groups: np.ndarray) -> None:
+    """Runs a collective in each group of devices [G, n], which connects its processes."""
+    mesh = jax.sharding.Mesh(groups, ("groups", "devices"))
+    split = NamedSharding(mesh, PartitionSpec("groups", "devices"))
+    ones = jax.make_array_from_callback(groups.shape, split, lambda _: np.ones((1, 1), np.float32))
+    totals = jax.jit(
+        lambda x: x.sum(axis=1), out_shardings=NamedSharding(mesh, PartitionSpec("groups"))
+    )
+    totals(ones).block_until_ready()
+    _used.add(frozenset(map(frozenset, groups.tolist())))
+
+
+def _use_all() -> None:
+    """Uses the groups that every job has: all devices, and one device per process."""
+    devices = jax.devices()
+    first = {device.process_index: device for device in reversed(devices)}
+    use(np.array([devices]))
+    use(np.array([[first[process] for process in sorted(first)]]))

@@ -1,29 +1,38 @@
-"""Meetings: where the processes of a job exchange a line of text, without devices.
+"""Meetings: where the processes of a job compare what they are about to do, without devices.
 
-Collectives cannot do this: between processes that do different things they hang, or pair up
-wrongly. A meeting goes through the coordination service instead: each process publishes its text
-under a numbered key, and process 0 publishes the list of all texts, for which the others wait.
-Errors name any process that does not arrive.
+Processes that do different things do not crash by themselves: collectives of equal size pair up,
+and all train on wrong numbers, or they hang. So the processes meet where a program is traced, a
+variable is created or a batch is taken, and proceed only if it is equal. All get the same verdict,
+and the same error.
+
+A meeting goes through the coordination service: each process publishes its text under a numbered
+key, and process 0 publishes the list of all texts, for which the others wait. Errors name any
+process that does not arrive. What is compared is exchanged as digests, and as texts only where
+digests differ.
 """
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import hashlib
 import json
 import math
+import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from distjax import errors
-from distjax.cluster.job import Job
-from distjax.cluster.ledger import ledger
-from distjax.cluster.lines import as_plain
-from distjax.cluster.marks import Mark, hear
-from distjax.cluster.phases import phase, waiting
+from distjax import errors, jax_compat
+from distjax.cluster.job import Job, as_plain, job
+from distjax.cluster.ledger import Mark, hear, ledger, phase, waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
+from distjax.typing import PyTree
 
 #: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
 _CALL_SECONDS = 1.0
@@ -281,3 +290,148 @@ def _absence(
             "around what takes long, or dj.initialize(..., meeting_timeout=600)",
         )
     )
+
+
+# -- agreement -------------------------------------------------------------------
+
+#: Texts are truncated to this before sending, as the service limits message sizes.
+_MAX_TEXT = 2_000_000
+#: How many characters of a line are shown at most.
+_MAX_LINE = 200
+
+_agreed: set[str] = set()
+
+
+def agree(
+    occasion: str, facts: Sequence[ComparedFact], *, known_by: Sequence[ComparedFact] = ()
+) -> None:
+    """Waits until all processes of the job pass equal facts; a no-op without a job.
+
+    Args:
+      occasion: what this process is about to do, such as "the first call of step".
+      facts: what must be equal, each under its own name.
+      known_by: facts that decide. If they have been agreed on before, there is no meeting,
+        whatever the occasion and the other facts: this process may be the only one that is here
+        again.
+
+    Raises:
+      AgreementError: the processes differ. All raise the same text, and nothing has changed.
+      StuckError, PeerLostError: a process did not arrive.
+    """
+    joined = job()
+    if joined is None:
+        return
+    known = _digest("", _as_text(known_by)) if known_by else None
+    with _lock:
+        if known in _agreed:
+            return
+        said = _as_text(facts)
+        digests = exchange(joined, occasion, _digest(occasion, said))
+        differ = [i for i, other in enumerate(digests) if other != digests[0]]
+        if differ:
+            texts = exchange(
+                joined, occasion, _pack(said) if joined.process_id in (0, differ[0]) else ""
+            )
+            pair = _parse(_unpack(texts[0]), _unpack(texts[differ[0]]))
+            raise AgreementError(difference_text(joined, differ, *_first_difference(*pair)))
+        if known is not None:
+            _agreed.add(known)
+
+
+def _as_text(facts: Sequence[ComparedFact]) -> str:
+    return json.dumps([*map(dataclasses.astuple, facts)])
+
+
+def _digest(occasion: str, said: str) -> str:
+    return hashlib.sha256((occasion + said).encode()).hexdigest()
+
+
+def _pack(said: str) -> str:
+    return base64.b64encode(zlib.compress(said[:_MAX_TEXT].encode())).decode()
+
+
+def _unpack(packed: str) -> str:
+    return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+def _parse(first: str, second: str) -> tuple[dict[str, str], dict[str, str]]:
+    try:
+        return dict(json.loads(first)), dict(json.loads(second))
+    except ValueError:  # one is truncated: they are compared as one fact
+        return {"what they do": first}, {"what they do": second}
+
+
+def _first_difference(first: dict[str, str], second: dict[str, str]) -> tuple[str, str, str]:
+    for name in {**first, **second}:
+        a, b = first.get(name), second.get(name)
+        if a == b:
+            continue
+        if a is None or b is None:
+            return name, _show(a), _show(b)
+        lines = zip(a.splitlines(), b.splitlines(), strict=False)
+        pair = next(((x, y) for x, y in lines if x != y), (a[-_MAX_LINE:], b[-_MAX_LINE:]))
+        ours, theirs = _around_the_difference(*pair)
+        return name, _show(ours), _show(theirs)
+    return "the order in which they do it", "one order", "another"
+
+
+def _around_the_difference(first: str, second: str) -> tuple[str, str]:
+    length = min(len(first), len(second))
+    same = next((i for i in range(length) if first[i] != second[i]), length)
+    start = max(0, same - _MAX_LINE // 2)
+    return first[start:], second[start:]
+
+
+def _show(text: str | None) -> str:
+    if text is None:
+        return "nothing of the kind"
+    text = text.strip()
+    return repr(text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "...")
+
+
+# -- what is compared, as text ---------------------------------------------------
+
+#: A callback's index within its process says nothing about the program.
+_NUMBERS = re.compile(r"\{index = \d+ : ui64\}")
+#: The address in a default repr, which is specific to this process.
+_ADDRESSES = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedFact:
+    """One fact that processes compare.
+
+    Attributes:
+      name: in the user's words, such as "argument args[0] of step".
+      text: its value on this process, without addresses or paths; one line or many.
+    """
+
+    name: str
+    text: str
+
+
+def describe_program(lowered: jax.stages.Lowered) -> str:
+    """Returns a lowered program's text, including shardings, donation and constants."""
+    return _NUMBERS.sub("{}", lowered.as_text())
+
+
+def describe_structure(treedef: jax.tree_util.PyTreeDef) -> str:
+    """Returns a treedef's text; objects and functions in it are identified by name."""
+    return _ADDRESSES.sub("", str(treedef))
+
+
+def describe_on_host(value: PyTree) -> str:
+    """Returns shape, dtype and checksum of a value that must be equal everywhere.
+
+    One line. For a value that spans processes, shape and dtype only: each process holds a part.
+    """
+    if not hasattr(value, "dtype"):
+        is_number = isinstance(value, (int, float, complex, str))
+        return repr(value) if is_number else type(value).__name__
+    shown = f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return shown
+    is_key = jax_compat.is_key_dtype(value.dtype)
+    host = np.ascontiguousarray(jax.random.key_data(value) if is_key else value)
+    first = host.reshape(-1)[:1].tolist()
+    return f"{shown} of checksum {zlib.crc32(host.tobytes()):08x}, first {first}"

@@ -1,8 +1,9 @@
-"""The watch: a thread that finds differing or stuck processes between meetings.
+"""The watch: a thread that finds differing, stuck or lost processes between meetings.
 
 Each process reports its progress at fixed times rather than per call: at most four times a second,
 less often if there are many processes. Process 0 reads all reports, and the others read that of
-process 0, which takes a few messages per process. Calls are compared at equal numbers, so being
+process 0, which takes a few messages per process. Beside the latter stands why a process has exited
+early, if one has: then all exit. Calls are compared at equal numbers, so being
 slow is not a difference. The thread starts nothing on a device and never waits for one: it only
 checks whether the token of a launch is ready.
 """
@@ -10,29 +11,47 @@ checks whether the token of a launch is ready.
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import io_callback
 
-from distjax.cluster.callbacks import failed_callback, forget_failed
-from distjax.cluster.departure import begin_to_end, leave
 from distjax.cluster.exits import (
     DIFFERENT,
     STUCK,
     UNCAUGHT,
+    begin_to_end,
+    departure_text,
     error_text,
+    exit_code,
     is_interactive,
+    leave,
+    parse_departure,
     print_error,
     print_stacks,
 )
 from distjax.cluster.job import Job
-from distjax.cluster.ledger import Call, Ledger, Token, ledger
-from distjax.cluster.marks import Mark, as_text, find_difference, hear, mark_of, tell
+from distjax.cluster.ledger import (
+    Call,
+    Ledger,
+    Mark,
+    Token,
+    as_text,
+    find_difference,
+    hear,
+    ledger,
+    listen,
+    mark_of,
+    phases,
+    tell,
+)
 from distjax.cluster.meeting import difference_text
-from distjax.cluster.phases import phases
-from distjax.cluster.unwinding import unwinding
 from distjax.errors import as_part, message
 
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
@@ -45,6 +64,9 @@ _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
 #: How long a launch whose callback has raised may take to end with that error.
 _FAILED_SECONDS = 2.0
+#: How long this process may run its `finally` blocks once another has exited; less than process 0
+#: stays.
+_UNWIND_SECONDS = 1.5
 #: How many of the processes that are behind to name in a text.
 _NUM_NAMED = 8
 
@@ -54,15 +76,18 @@ class Watch:
 
     Args:
       joined: the job.
+      exit_status: called when another process has exited; returns the exit code that this one
+        keeps, or 0 to take the other's.
       calls: the ledger of this process.
     """
 
-    def __init__(self, joined: Job, calls: Ledger = ledger):
+    def __init__(self, joined: Job, exit_status: Callable[[], int], calls: Ledger = ledger):
         self._job, self._calls = joined, calls
         self._period = min(max(_PERIOD, joined.num_processes / _MARKS_PER_SECOND), _LONGEST_PERIOD)
         self._thread = threading.Thread(target=self._run, name="distjax-watch", daemon=True)
         self._stopped = threading.Event()
         self._is_at_end = self._has_spoken = False
+        self._exit_status, self._unwinding = exit_status, Unwinding()
         self._told = ""
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
@@ -91,13 +116,16 @@ class Watch:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
-        raising = unwinding.look(self._calls.count)
+        raising = self._unwinding.look(self._calls.count)
         beat = int(now * _BEATS / self._job.timeouts.step_deadline)
         own = mark_of(self._calls, at, blocked, self._is_at_end, raising, beat)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
-        for process, other in hear(self._job, 0 if self._job.process_id else None).items():
+        marks, cause = listen(self._job, 0 if self._job.process_id else None)
+        if cause is not None:
+            self._follow(cause)
+        for process, other in marks.items():
             difference = find_difference(own, self._calls, other)
             if difference is not None:
                 self._end(DIFFERENT, self._difference_text(process, *difference))
@@ -192,9 +220,7 @@ class Watch:
           cause: an error of this process, by which the others are lost.
         """
         if is_interactive():
-            if not self._has_spoken:
-                print_error(text)
-            self._has_spoken = True
+            self._say(text)
             return
         begin_to_end()
         print_error(text)
@@ -203,6 +229,36 @@ class Watch:
         if cause is not None:
             leave(self._job, code, cause)
         leave(self._job, code, text, code)
+
+    def _say(self, text: str) -> None:
+        if not self._has_spoken:
+            print_error(text)
+        self._has_spoken = True
+
+    def _follow(self, cause: str) -> None:
+        """Ends this process because another one has exited; in an interactive session, says so.
+
+        Args:
+          cause: the line by which that one, or the first of several, has told the others.
+        """
+        left = parse_departure(cause)
+        if left is None or left.process == self._job.process_id:
+            return
+        said, (_, code, text) = departure_text(self._job, left), left
+        if is_interactive():
+            self._say(said)
+            return
+        if code == STUCK:
+            print_stacks()
+        code = self._exit_status() or code
+        # This process may be about to end by itself.
+        own = self._unwinding.wait(self._calls.count, _UNWIND_SECONDS)
+        begin_to_end()
+        if own is not None:
+            print_error("".join(traceback.format_exception(own)))
+            code, text = exit_code(own), error_text(own)
+        print_error(said)
+        leave(self._job, code, text)
 
     def _difference_text(self, process: int, own: str, other: str) -> str:
         what = "what they have launched"
@@ -256,3 +312,102 @@ def _is_ready(token: Token) -> bool:
         return token.is_ready()
     except RuntimeError:  # deleted along with its backend
         return True
+
+
+# -- what the main thread is raising ---------------------------------------------
+# The others of a job may end because of it before it is printed, and their end would end this
+# process too. Its own error says more than theirs, so it is given a moment, and then printed.
+
+_UNWIND_PERIOD = 0.02
+#: Between two `finally` blocks, and on the way to the hook that prints it, no error is handled.
+_QUIET_SECONDS = 0.2
+
+
+class Unwinding:
+    """Tells a `finally` block, or a `with` that is left, from work in an `except` block.
+
+    Both have an exception that is being handled. In the latter the program goes on: it makes calls.
+    """
+
+    def __init__(self) -> None:
+        # The exception's id, and the number of calls when it was first seen.
+        self._seen: tuple[int, int] | None = None
+
+    def look(self, num_calls: int) -> BaseException | None:
+        """Returns what the main thread is raising; `num_calls` is the ledger's current count."""
+        error = _handled()
+        if error is None:
+            self._seen = None
+            return None
+        if self._seen is None or self._seen[0] != id(error):
+            self._seen = id(error), num_calls
+        return error if num_calls - self._seen[1] <= 1 else None  # one may be in `finally`
+
+    def wait(self, num_calls: int, seconds: float) -> BaseException | None:
+        """Waits until the main thread has raised; returns what it is still raising after that."""
+        quiet = time.monotonic()
+        deadline = quiet + seconds
+        while (now := time.monotonic()) < deadline:
+            if self.look(num_calls) is not None:
+                quiet = now
+            elif now - quiet > _QUIET_SECONDS:
+                return None
+            time.sleep(_UNWIND_PERIOD)
+        return self.look(num_calls)
+
+
+def _handled() -> BaseException | None:
+    """Returns the error that the main thread is handling; ends and interrupts of loops are none."""
+    active = sys._current_exceptions()  # pyright: ignore[reportPrivateUsage]
+    found: Any = active.get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    is_loop = isinstance(error, (StopIteration, StopAsyncIteration))
+    return error if isinstance(error, (Exception, KeyboardInterrupt)) and not is_loop else None
+
+
+# -- host callbacks that raise ---------------------------------------------------
+# A program whose callback raises fails. With several devices in a process it may never end, so that
+# nobody reads its error: what follows the callback on that device does not run, and the process's
+# other devices, and all other processes, wait for it in a collective. JAX logs the error at once,
+# by loggers named after its modules, and that is the only place where it can be learned of.
+
+_CALLBACKS = (jax.pure_callback, io_callback, jax.debug.callback)
+
+
+class FailedCallback(NamedTuple):
+    """An exception in a callback.
+
+    Attributes:
+      error: the exception.
+      at: when it was logged, by `time.monotonic`.
+    """
+
+    error: BaseException
+    at: float
+
+
+_failed: list[FailedCallback] = []
+
+
+def watch_callbacks() -> None:
+    """From now on, records the latest exception in a callback."""
+    for name in dict.fromkeys(callback.__module__ for callback in _CALLBACKS):
+        # A filter, not a handler: with a handler, Python would no longer print what JAX logs.
+        logging.getLogger(name).addFilter(_record)
+
+
+def failed_callback() -> FailedCallback | None:
+    """Returns the first exception in a callback since `forget_failed`."""
+    return _failed[0] if _failed else None
+
+
+def forget_failed() -> None:
+    """Forgets it: the program has ended, and its error is raised where its results are read."""
+    _failed.clear()
+
+
+def _record(record: logging.LogRecord) -> bool:
+    error = sys.exc_info()[1]
+    if error is not None and record.exc_info and not _failed:
+        _failed.append(FailedCallback(error, time.monotonic()))
+    return True

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from distjax.context import scoping
+from distjax.servers.strategy import ParameterServerStrategy
+from distjax.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
+
+_T = TypeVar("_T")
+_C = TypeVar("_C")
 
 
 class Renamed:
@@ -107,26 +113,45 @@ class ReplicaContextAdapter(Adapter):
         return self.strategy_type(self.wrapped.strategy)
 
 
-def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:
-    """Returns an adapter of `wrapped`; None if `wrapped` is None."""
-    return None if wrapped is None else adapter(wrapped)
+def constructors(adapter: Callable[[Any], _T]) -> list[Callable[..., _T]]:
+    """Returns distjax's mirrored, one-device and parameter server strategies, adapted.
 
-
-class IteratorWithGetNext:
-    """An iterator with `get_next`, for the default strategy, whose iterators lack it.
-
-    Args:
-      iterator: any iterator.
+    Each takes devices, a device or a number of workers, or nothing. `dj.Coordinator` takes the
+    `wrapped` of the last.
     """
 
-    def __init__(self, iterator: Iterator[PyTree]):
-        self._iterator = iterator
+    def adapted(make: Callable[..., Strategy]) -> Callable[..., _T]:
+        def construct(first: PyTree = None) -> _T:
+            return adapter(make(first))
+
+        construct.__name__, construct.__doc__ = make.__name__, f"`dj.{make.__name__}`."
+        return construct
+
+    return [
+        adapted(make) for make in (MirroredStrategy, OneDeviceStrategy, ParameterServerStrategy)
+    ]
+
+
+def getters(
+    adapter: Callable[[Any], _T], context_adapter: Callable[[Any], _C]
+) -> tuple[Callable[[], _T], Callable[[], _C | None]]:
+    """Returns `dj.get_strategy` and `dj.get_replica_context`, adapted."""
+
+    def get_replica_context() -> _C | None:
+        context = scoping.get_replica_context()
+        return None if context is None else context_adapter(context)
+
+    return lambda: adapter(scoping.get_strategy()), get_replica_context
+
+
+class _WithGetNext(Adapter):
+    """An iterator of the default strategy, with the method that it lacks."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return next(self._iterator)
+        return next(self.wrapped)
 
     get_next = __next__
 
@@ -134,4 +159,4 @@ class IteratorWithGetNext:
 def iterator_of(dataset: DatasetLike) -> Any:
     """Returns ``iter(dataset)`` with a `get_next` method."""
     iterator = iter(dataset)
-    return iterator if hasattr(iterator, "get_next") else IteratorWithGetNext(iterator)
+    return iterator if hasattr(iterator, "get_next") else _WithGetNext(iterator)

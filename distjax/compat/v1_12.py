@@ -21,7 +21,7 @@ Example:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ from distjax.compat.renaming import (
     Renamed,
     ReplicaContextAdapter,
     StrategyAdapter,
-    adapt_or_none,
+    constructors,
+    getters,
     iterator_of,
 )
 from distjax.context import frames, scoping
@@ -39,9 +40,6 @@ from distjax.context.contracts import Destinations
 from distjax.context.scoping import has_strategy as has_distribution_strategy
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica as PerDevice
-from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
-from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
-from distjax.strategies.mirrored import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
 from distjax.typing import DatasetLike, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
@@ -177,31 +175,10 @@ class TowerContext(ReplicaContextAdapter):
         return self.wrapped.devices[0]
 
 
-def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> DistributionStrategy:
-    """`dj.MirroredStrategy`."""
-    return DistributionStrategy(_Mirrored(devices))
-
-
-def OneDeviceStrategy(device: jax.Device | str | None = None) -> DistributionStrategy:
-    """`dj.OneDeviceStrategy`."""
-    return DistributionStrategy(_OneDevice(device))
-
-
-def ParameterServerStrategy(workers: int | None = None) -> DistributionStrategy:
-    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
-    return DistributionStrategy(_ParameterServer(workers))
-
-
-def get_tower_context() -> TowerContext | None:
-    """`dj.get_replica_context`."""
-    return adapt_or_none(TowerContext, scoping.get_replica_context())
+MirroredStrategy, OneDeviceStrategy, ParameterServerStrategy = constructors(DistributionStrategy)
+get_distribution_strategy, get_tower_context = getters(DistributionStrategy, TowerContext)
 
 
 def get_cross_tower_context() -> DistributionStrategy | None:
     """Returns the strategy in cross-tower context, else None."""
     return get_distribution_strategy() if scoping.in_cross_replica_context() else None
-
-
-def get_distribution_strategy() -> DistributionStrategy:
-    """`dj.get_strategy`."""
-    return DistributionStrategy(scoping.get_strategy())

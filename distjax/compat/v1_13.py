@@ -17,10 +17,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
 
 from distjax.compat import v1_12
 from distjax.compat.renaming import (
@@ -28,16 +26,13 @@ from distjax.compat.renaming import (
     Renamed,
     ReplicaContextAdapter,
     StrategyAdapter,
-    adapt_or_none,
+    constructors,
+    getters,
     iterator_of,
 )
-from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
-from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
-from distjax.strategies.mirrored import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
 from distjax.typing import DatasetLike, PyTree
 from distjax.variables.variable import Variable
@@ -115,26 +110,5 @@ class ReplicaContext(ReplicaContextAdapter):
     strategy_type = Strategy
 
 
-def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:
-    """`dj.MirroredStrategy`."""
-    return Strategy(_Mirrored(devices))
-
-
-def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
-    """`dj.OneDeviceStrategy`."""
-    return Strategy(_OneDevice(device))
-
-
-def ParameterServerStrategy(workers: int | None = None) -> Strategy:
-    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
-    return Strategy(_ParameterServer(workers))
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """`dj.get_replica_context`."""
-    return adapt_or_none(ReplicaContext, scoping.get_replica_context())
-
-
-def get_strategy() -> Strategy:
-    """`dj.get_strategy`."""
-    return Strategy(scoping.get_strategy())
+MirroredStrategy, OneDeviceStrategy, ParameterServerStrategy = constructors(Strategy)
+get_strategy, get_replica_context = getters(Strategy, ReplicaContext)

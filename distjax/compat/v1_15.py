@@ -14,17 +14,14 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import jax
-
 from distjax.compat import v1_13
 from distjax.compat.renaming import (
     Adapter,
     Renamed,
     ReplicaContextAdapter,
     StrategyAdapter,
-    adapt_or_none,
+    constructors,
+    getters,
 )
 from distjax.compat.v1_13 import StrategyExtended
 from distjax.context import scoping
@@ -32,9 +29,6 @@ from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.data.options import InputContext
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
-from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
-from distjax.strategies.mirrored import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
 from distjax.variables.variable import Variable
 
@@ -85,29 +79,8 @@ class ReplicaContext(ReplicaContextAdapter):
     strategy_type = Strategy
 
 
-def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:
-    """`dj.MirroredStrategy`."""
-    return Strategy(_Mirrored(devices))
-
-
-def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
-    """`dj.OneDeviceStrategy`."""
-    return Strategy(_OneDevice(device))
-
-
-def ParameterServerStrategy(workers: int | None = None) -> Strategy:
-    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
-    return Strategy(_ParameterServer(workers))
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """`dj.get_replica_context`."""
-    return adapt_or_none(ReplicaContext, scoping.get_replica_context())
-
-
-def get_strategy() -> Strategy:
-    """`dj.get_strategy`."""
-    return Strategy(scoping.get_strategy())
+MirroredStrategy, OneDeviceStrategy, ParameterServerStrategy = constructors(Strategy)
+get_strategy, get_replica_context = getters(Strategy, ReplicaContext)
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:

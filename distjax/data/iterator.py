@@ -20,16 +20,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.context import frames
 from distjax.context.thread_settings import settings_of_this_thread
-from distjax.data.agreement import Report, Together, require_position_of, together_of
 from distjax.data.elements import HostTree
 from distjax.data.input_layout import Block, InputLayout, Steps
-from distjax.data.options import InputOptions
-from distjax.data.reader import Position, Reader
+from distjax.data.options import InputOptions, Partial
+from distjax.data.reader import Position, Reader, require_position_of
 from distjax.errors import ContextError, message
 from distjax.integers import require_int
 from distjax.interrupts import interrupts
@@ -42,6 +42,50 @@ _EXIT_SECONDS = 5.0  # how long the program's exit waits for sources that hang
 
 _thread_numbers = itertools.count()
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+class Together(Protocol):
+    """The processes that read one dataset together, and compare what they read.
+
+    They do where the loop takes elements, not on the threads that read ahead, each of which is at
+    a position of its own.
+    """
+
+    @property
+    def process(self) -> list[int] | None:
+        """This process's number and how many there are, if each reads data of its own."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Returns a context in which this process waits for its data."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets what was read: the iterator goes to another position."""
+        ...
+
+    def describe(self, block: Block) -> Any:
+        """Returns what is compared of elements, on the thread that has read them."""
+        ...
+
+    def agree(self, block: Block | None, own: object, steps: int | None) -> HostTree | None:
+        """Returns elements to take in place of this process's own; None: these.
+
+        Args:
+          block: this process's elements; None: its data has ended.
+          own: what `describe` returned; or with what its data has ended.
+          steps: how many elements the loop has asked for; None: one.
+
+        Raises:
+          StopIteration: other processes have no more data, and all stop there.
+        """
+        ...
+
+
+def _together_of(layout: InputLayout, partial: Partial) -> Together | None:
+    """Returns the processes that read with this one; None: it reads alone."""
+    joined = (join(layout, partial) for join in hooks.readers)
+    return next((together for together in joined if together is not None), None)
 
 
 class DistributedIterator:
@@ -68,7 +112,7 @@ class DistributedIterator:
     def __init__(self, reader: Reader, layout: InputLayout, options: InputOptions):
         self._reader, self._layout = reader, layout
         self._num_ahead = options.prefetch
-        self._together = together_of(layout, options.partial)
+        self._together = _together_of(layout, options.partial)
         self._position = reader.position
         self._prefetcher: Prefetcher | None = None
         self.is_closed = False
@@ -318,12 +362,12 @@ class Chunk:
     Attributes:
       block: its elements on the host.
       result: what is returned to the user.
-      report: what the processes of a job compare.
+      report: what the processes that read together compare.
     """
 
     block: Block
     result: Any
-    report: Report | None
+    report: Any
 
 
 _Make = Callable[[], Chunk | BaseException]

@@ -89,6 +89,32 @@ class Position:
         )
 
 
+def require_position_of(process: list[int] | None, state: object) -> None:
+    """Raises a ValueError unless `state` is a position that this process can resume.
+
+    Args:
+      process: this process and the job's size, if each process reads its own data, or None.
+      state: the position, whose "process" has to be the same.
+    """
+    saved = state.get("process") if isinstance(state, Mapping) else None
+    if saved == process:
+        return
+    raise ValueError(
+        message(
+            f"set_state needs a position of {_readers(process)}, not of {_readers(saved)}",
+            got=describe_value(state),
+            why="what was read of data that each process has of its own says nothing of others'",
+            fix="resume with as many processes, or let all read the same global batches: "
+            "strategy.distribute_dataset(batches), whose position holds for any number",
+        )
+    )
+
+
+def _readers(process: list[int] | None) -> str:
+    """Returns whose position it is, for an error text."""
+    return "all processes alike" if process is None else f"process {process[0]} of {process[1]}"
+
+
 class HostElement(NamedTuple):
     """An element on the host, leaves [R, B, ...], and the position behind it."""
 

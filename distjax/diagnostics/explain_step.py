@@ -17,7 +17,7 @@ import contextlib
 import functools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -36,7 +36,6 @@ from distjax.diagnostics.explanation import (
     VariableUse,
 )
 from distjax.errors import CheckError, ContextError, UnsupportedError, message
-from distjax.jax_compat import Literal
 from distjax.lint import layer
 from distjax.lint.between_runs import is_own, recall
 from distjax.placement import topology as kinds
@@ -430,10 +429,10 @@ class Notes:
         self.runs[RunProof(given.name, count, line, args, results, reasons)] = None
 
     def on_segment(
-        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: Analysis
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], topology: Topology
     ) -> None:
         """Records reductions of equal values in replica code."""
-        for eqn in equal_reductions(jaxpr, varying, analysis):
+        for eqn in _Reductions(topology.axis_name).of_equal(jaxpr, varying):
             self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
 
     @contextlib.contextmanager
@@ -476,46 +475,25 @@ def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:
     return tuple((path, "T" if varying else "M") for path, varying in proofs)
 
 
-_REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
+class _Reductions(Analysis):
+    """Finds reductions over the replicas whose operand never differs, in no round of a loop."""
 
+    names = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
 
-def equal_reductions(
-    jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: Analysis
-) -> Iterator[Any]:
-    """Yields the equations of replica code, at any depth, that reduce an equal value.
+    def __init__(self, axis_name: str):
+        super().__init__(axis_name)
+        self._found: dict[int, tuple[jax_compat.JaxprEqn, list[bool]]] = {}
 
-    Transposes of reductions are skipped, since the user did not write them.
+    def of_equation(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> Sequence[bool] | None:
+        """Remembers which operands of a reduction have ever differed."""
+        # The user did not write the transpose of a reduction.
+        is_own = "transpose(" not in str(eqn.source_info.name_stack)
+        if eqn.primitive.name in self.names and is_own and self.over_replicas(eqn):
+            before = self._found.get(id(eqn), (eqn, [False] * len(ins)))[1]
+            self._found[id(eqn)] = eqn, [x or y for x, y in zip(before, ins, strict=True)]
+        return super().of_equation(eqn, ins)
 
-    Args:
-      jaxpr: replica code.
-      varying: which of its inputs may differ between replicas.
-      analysis: the rules of the replica axis.
-    """
-    env = analysis.values(jaxpr, varying)
-    for eqn in jaxpr.eqns:
-        ins = [not isinstance(v, Literal) and env[v] for v in eqn.invars]
-        is_reduction = eqn.primitive.name in _REDUCTIONS and analysis.over_replicas(eqn)
-        if is_reduction and not all(ins) and "transpose(" not in str(eqn.source_info.name_stack):
-            yield eqn
-        outs = [env[v] for v in eqn.outvars]
-        for inner, inner_ins in _inner(eqn, ins, outs):
-            yield from equal_reductions(inner, inner_ins, analysis)
-
-
-def _inner(
-    eqn: jax_compat.JaxprEqn, ins: list[bool], outs: list[bool]
-) -> Iterator[tuple[Any, list[bool]]]:
-    """Yields the jaxprs that an equation runs, and whether each input may vary."""
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
-        ins = [*consts, *outs[: len(carry)], *xs]  # the carry at the fixpoint
-    elif name == "while":
-        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        yield body, [*jax_compat.split_while_inputs(eqn, ins)[1], *outs]
-        return
-    elif name == "cond":
-        ins = ins[1:]
-    for inner in jax_compat.sub_jaxprs(eqn):
-        if len(inner.invars) == len(ins):
-            yield inner, ins
+    def of_equal(self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool]) -> list[Any]:
+        """Returns the reductions in replica code, at any depth, of which an operand is equal."""
+        self.values(jaxpr, varying)
+        return [eqn for eqn, ever in self._found.values() if not all(ever)]

@@ -12,9 +12,8 @@ import numpy as np
 from flax import nnx
 
 from distjax import jax_compat
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact, describe_program
-from distjax.cluster.phases import phase
+from distjax.cluster.ledger import phase
+from distjax.cluster.meeting import ComparedFact, agree, describe_program
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax import jax_compat
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact, describe_on_host
 from distjax.cluster.job import job
-from distjax.cluster.writes import record_write
+from distjax.cluster.meeting import ComparedFact, agree, describe_on_host
+from distjax.cluster.programs import record_write
 from distjax.context.contracts import StrategyLike
 from distjax.errors import UnsupportedError, message
 from distjax.flax import rules

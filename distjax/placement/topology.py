@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax import jax_compat
+from distjax import hooks, jax_compat
 from distjax.errors import describe_value, message
 from distjax.integers import is_int, require_int
 
@@ -133,15 +133,47 @@ def local_devices() -> tuple[jax.Device, ...]:
     return tuple(jax.local_devices())
 
 
-def devices_or_all(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    """Returns `devices`, or all local devices for None or an empty sequence.
+def devices_or_local(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
+    """Returns `devices`, or this process's for None or an empty sequence.
 
     Raises:
       ValueError: not a sequence, for example a single device.
     """
+    if devices is None:
+        take_local(f"{strategy}()", f"dj.{strategy}(jax.local_devices())")
+    given = _given(devices)
+    return local_devices() if given is None else given
+
+
+def devices_or_all(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
+    """Returns `devices`, or those of all processes for None or an empty sequence.
+
+    Raises:
+      ValueError: not a sequence, for example a single device; or a layer refuses them.
+      ClusterError: the processes cannot be found.
+    """
+    given = _given(devices)
+    for told in hooks.on_all_devices:
+        told(strategy, given)
+    return jax.devices() if given is None else given
+
+
+def take_local(call: str, meant: str) -> None:
+    """Tells the layers that a call takes this process's devices by default.
+
+    Args:
+      call: the call, as in "MirroredStrategy()".
+      meant: how it says that this is meant.
+    """
+    for told in hooks.on_local_devices:
+        told(call, meant)
+
+
+def _given(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None:
+    """Returns `devices`; None for an empty sequence."""
     if devices is not None and not hasattr(devices, "__len__"):
         raise ValueError(_devices_text(devices))
-    return local_devices() if devices is None or not len(devices) else devices
+    return devices if devices is not None and len(devices) else None
 
 
 def mesh_topology(

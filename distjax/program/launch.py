@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from distjax import hooks, jax_compat
-from distjax.collectives.eager import awaiting, count_launch, is_throttled, record_completion
+from distjax.collectives.eager import is_throttled, throttle
 from distjax.errors import TraceLeakError, message
 from distjax.interrupts import interrupts
 from distjax.jax_compat import EVAL_TRACE, trace_state
@@ -269,12 +269,8 @@ class Build:
 
 
 def _throttle(returned: tuple[Any, ...]) -> None:
-    """Awaits older programs when too many are in flight: see `collectives.eager`."""
-    number = count_launch()
-    if number == 0 or awaiting or jax.process_count() > 1:
-        end = completion_of(returned)
-        if end is not None and not isinstance(end, jax_compat.Tracer):
-            record_completion(end, number)
+    """Awaits an older program when too many are in flight: see `collectives.eager`."""
+    throttle(completion_of(returned))
 
 
 # -- foreign traces ------------------------------------------------------------

@@ -106,7 +106,7 @@ class JaxprEmitter:
         flags = [varying[v] for v in outs]
         part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
         if self.topology.num_replicas > 1:
-            hooks.tell(hooks.on_segment, part, [env[v].varying for v in ins], self.analysis)
+            hooks.tell(hooks.on_segment, part, [env[v].varying for v in ins], self.topology)
         values = map_replicas(
             self.topology,
             lambda *local: self._evaluate(part, (), local),

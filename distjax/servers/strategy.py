@@ -25,6 +25,7 @@ from distjax.placement.topology import (
     local_devices,
     mesh_topology,
     one_device_topology,
+    take_local,
 )
 from distjax.replica.arguments import require_call
 from distjax.servers.board import Board
@@ -42,7 +43,6 @@ from distjax.servers.storage import (
 )
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.inspection import StrategyDescription
-from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.partitioners import Partitioner, require_partitioner
@@ -342,7 +342,7 @@ def _as_workers(
     """Returns the devices of each worker."""
     devices = local_devices()
     if workers is None or is_int(workers):
-        warn_if_alone("ParameterServerStrategy", "workers=[[device], ...]")
+        take_local("ParameterServerStrategy", "workers=[[device], ...]")
     if workers is None:
         return tuple((device,) for device in devices)
     if is_int(workers) or isinstance(workers, bool):

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 
-from distjax import jax_compat, user_mesh
+from distjax import hooks, jax_compat, user_mesh
 from distjax.collectives.reductions import CommunicationOptions, as_communication_options
 from distjax.context import frames
 from distjax.context.contracts import Destinations
@@ -24,7 +24,7 @@ from distjax.placement.topology import Topology
 from distjax.program.functions import FunctionCache
 from distjax.program.jit import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
-from distjax.strategies import job_devices, reducing, updating, values
+from distjax.strategies import reducing, updating, values
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
@@ -100,7 +100,9 @@ class StrategyExtended:
         self._topology, self.placement = topology, placement
         self.communication = as_communication_options(communication)
         if topology is not None:
-            job_devices.prepare(topology, self.communication)
+            self.communication.require_equal_hosts(topology.num_replicas)
+            for told in hooks.on_topology:
+                told(topology, self.communication.devices_per_host)
             self.between_graph = topology.spans_processes
             self.should_checkpoint = self.should_save_summary = topology.is_on_first_process
         self.wraps = wraps

@@ -8,17 +8,13 @@ leaves differing copies behind.
 from __future__ import annotations
 
 import dataclasses
-import json
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from distjax import jax_compat
-from distjax.cluster.job import Job, job
-from distjax.cluster.meeting import exchange
+from distjax import hooks, jax_compat
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, message
 from distjax.objects.stateful import active_bridge
@@ -135,7 +131,7 @@ def describe(
 
 
 class _Copy(NamedTuple):
-    """One device's copy of a part of an array."""
+    """One device's copy of a part of an array, with the same bits for every NaN."""
 
     device: jax.Device
     slices: tuple[slice, ...]
@@ -153,10 +149,11 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
         for name, leaf in named
         if isinstance(leaf, (Variable, jax.Array))
     ]
-    if topology.spans_processes and (joined := job()) is not None:
-        _compare_processes(joined, arrays)  # first, so that all processes get here
-    for name, array in arrays:
-        _compare_copies(topology, name, array)
+    copies = {name: list(_copies(array)) for name, array in arrays}
+    for told in hooks.on_compared:  # first: other processes get here, too
+        told(topology, copies)
+    for name, found in copies.items():
+        _compare_copies(topology, name, found)
 
 
 def _name(path: tuple[Any, ...], leaf: object) -> str:
@@ -188,10 +185,10 @@ def _require_one_value(name: str, leaf: object) -> None:
         )
 
 
-def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
+def _compare_copies(topology: Topology, name: str, copies: Sequence[_Copy]) -> None:
     first: dict[Any, _Copy] = {}
     drifted: list[tuple[_Copy, _Copy, np.ndarray]] = []
-    for copy in _copies(array):
+    for copy in copies:
         reference = first.setdefault(str(copy.slices), copy)
         varying = _differs(reference.data, copy.data)
         if varying.any():
@@ -200,51 +197,21 @@ def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
         raise LocalityError(_drift_text(topology, name, drifted))
 
 
-def _compare_processes(joined: Job, arrays: Sequence[tuple[str, jax.Array]]) -> None:
-    """Raises on every process if any part of an array differs between processes."""
-    own = {
-        f"{name} {copy.slices}": f"{zlib.crc32(_with_equal_nans(copy.data).tobytes()):08x}"
-        for name, array in arrays
-        for copy in _copies(array)
-    }
-    everyone = [json.loads(said) for said in exchange(joined, "assert_mirrored", json.dumps(own))]
-    first: dict[str, tuple[int, str]] = {}
-    for process, sums in enumerate(everyone):
-        for part, checksum in sums.items():
-            other, expected = first.setdefault(part, (process, checksum))
-            if checksum != expected:
-                name = next(name for name, _ in arrays if part.startswith(f"{name} ("))
-                raise LocalityError(_processes_text(joined, name, (other, process)))
-
-
-def _processes_text(joined: Job, name: str, pair: tuple[int, int]) -> str:
-    first, second = map(joined.name_process, pair)
-    return message(
-        f"{name} needs to be equal on every replica, and {second} drifted",
-        got=f"other values than on {first}",
-        why="a program wrote values that were never reduced, or the processes ran different ones",
-        fix="reduce before writing: ctx.all_reduce('mean', x); strategy.describe() on each process "
-        "says where the value lives",
-    )
-
-
 def _copies(array: jax.Array) -> Iterator[_Copy]:
     if jax_compat.is_key_dtype(array.dtype):
         array = jax.random.key_data(array)
     for shard in sorted(jax_compat.shards_of(array), key=lambda s: s.device.id):
-        yield _Copy(shard.device, shard.index, np.asarray(shard.data))
+        yield _Copy(shard.device, shard.index, _with_equal_nans(np.asarray(shard.data)))
 
 
 def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns where the bits differ; any two NaNs count as equal."""
-    first, second = (
-        np.ascontiguousarray(_with_equal_nans(x)[..., None]).view(np.uint8) for x in (a, b)
-    )
+    """Returns where the bits differ."""
+    first, second = (np.ascontiguousarray(x[..., None]).view(np.uint8) for x in (a, b))
     return (first != second).any(axis=-1)
 
 
 def _with_equal_nans(array: np.ndarray) -> np.ndarray:
-    """Returns the array, with the same bits for every NaN."""
+    """Returns the array, with the same bits for every NaN: any two of them count as equal."""
     is_nan = array != array
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 

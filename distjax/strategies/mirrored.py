@@ -12,12 +12,13 @@ from distjax.collectives.reductions import CommunicationOptions
 from distjax.placement.topology import (
     REPLICA_AXIS,
     Topology,
+    devices_or_all,
+    devices_or_local,
     local_devices,
     mesh_topology,
     one_device_topology,
 )
 from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.job_devices import devices_of_job, local_devices_or
 from distjax.strategies.strategy import Strategy
 from distjax.variables.layouts import MirroredPlacement, PlainPlacement
 
@@ -25,7 +26,7 @@ from distjax.variables.layouts import MirroredPlacement, PlainPlacement
 class _ReplicaPerDevice(Strategy):
     """A replica, and a copy of each variable, on each device or group of devices."""
 
-    _find_devices = staticmethod(devices_of_job)
+    _find_devices = staticmethod(devices_or_all)
     _kind: str  # for errors: the name of the public class
 
     def __init__(
@@ -75,7 +76,7 @@ class MirroredStrategy(_ReplicaPerDevice):
     Source: tf.distribute.MirroredStrategy.
     """
 
-    _find_devices = staticmethod(local_devices_or)
+    _find_devices = staticmethod(devices_or_local)
     _kind = "MirroredStrategy"
 
 

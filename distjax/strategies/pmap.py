@@ -31,7 +31,13 @@ from distjax.integers import is_int
 from distjax.jax_compat import JaxprEqn, Literal, Tracer
 from distjax.objects.stateful import ResultTree, is_stateful, take_apart
 from distjax.placement.per_replica import PerReplica
-from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, require_axis_name
+from distjax.placement.topology import (
+    REPLICA_AXIS,
+    Topology,
+    local_devices,
+    require_axis_name,
+    take_local,
+)
 from distjax.placement.transfer import require_held
 from distjax.program.jit import CompiledFunction, LoweredProgram, add_cause_note, as_numbers, jit
 from distjax.replica.analysis import Analysis
@@ -50,7 +56,6 @@ from distjax.replica.arguments import (
 )
 from distjax.replica.global_value import AlreadyPlaced, GlobalValue, stack_replicas
 from distjax.replica.run import TracedRun
-from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.strategy import Strategy
 from distjax.tracebacks import keep_user_lines
@@ -146,7 +151,7 @@ class MappedFunction:
         if not count:
             raise ValueError(_no_rows_text(name))
         if self._devices is None:
-            warn_if_alone("pmap without a strategy", "devices=jax.local_devices()")
+            take_local("pmap without a strategy", "devices=jax.local_devices()")
         devices = local_devices() if self._devices is None else self._devices
         if count > len(devices):
             raise ValueError(_too_few_text(name, count, devices))

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import hooks, jax_compat
-from distjax.cluster.writes import record_write
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.ops import as_reduce_op, require_dense, require_gather_axis, require_sums
 from distjax.collectives.reductions import (
@@ -191,7 +190,7 @@ def _reduce_elsewhere(
 def _record_lone_value(extended: ExtendedForVariables, method: str, leaf: PyTree) -> None:
     """Records a value that stays as it is: over processes, it has to be that of all of them."""
     if extended.topology.spans_processes and not jax_compat.tracing():
-        record_write(f"{method} of a value of the host", leaf)
+        hooks.tell(hooks.on_host_write, f"{method} of a value of the host", leaf)
 
 
 def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
@@ -385,7 +384,8 @@ def broadcast_to(extended: ExtendedForVariables, value: PyTree, destinations: De
                 x = place_output(x, extended.topology)
             return note_one_value(x, extended.num_replicas)
         if target is not None and not target.is_fully_addressable:
-            record_write("broadcast_to", x)
+            for told in hooks.on_host_write:
+                told("broadcast_to", x)
         return place_on(x, _fitting(target, destinations, x, extended.topology))
 
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))

@@ -14,9 +14,13 @@ import jax
 from distjax import jax_compat
 from distjax.collectives.reductions import CommunicationOptions
 from distjax.errors import describe_value, message
-from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
+from distjax.placement.topology import (
+    REPLICA_AXIS,
+    Topology,
+    devices_or_all,
+    mesh_topology,
+)
 from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
 from distjax.variables.layouts import HostLayout, LaidOut, Layout, MirroredLayout, PartitionedLayout
@@ -125,7 +129,7 @@ class ShardedStrategy(Strategy):
                 )
             )
         require_partitioner("ShardedStrategy", partitioner)
-        topology = mesh_topology(devices_of_job(devices, "ShardedStrategy"), axis_name)
+        topology = mesh_topology(devices_or_all(devices, "ShardedStrategy"), axis_name)
         placement = ShardedPlacement(topology, partition, partitioner)
         super().__init__(StrategyExtended(topology, placement, communication=communication))
 
@@ -179,7 +183,7 @@ class CentralStorageStrategy(Strategy):
         parameter_memory: str = "pinned_host",
         axis_name: str = REPLICA_AXIS,
     ):
-        topology = mesh_topology(devices_of_job(devices, "CentralStorageStrategy"), axis_name)
+        topology = mesh_topology(devices_or_all(devices, "CentralStorageStrategy"), axis_name)
         known = sorted(m.kind for m in topology.devices[0].addressable_memories())
         if parameter_memory not in known:
             raise ValueError(

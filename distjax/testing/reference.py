@@ -31,14 +31,15 @@ from distjax.strategies.inspection import StrategyDescription, describe
 from distjax.strategies.steps import MultiStepContext, require_steps
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext
-from distjax.testing.reference_replicas import require_no_objects, run_replicas
-from distjax.testing.reference_values import (
+from distjax.testing.reference_replicas import (
     combine,
     combine_within,
     components,
     concatenate,
     regroup,
     require_mean,
+    require_no_objects,
+    run_replicas,
     select,
 )
 from distjax.testing.reference_variables import ComponentFrame, ReferenceVariable

@@ -29,7 +29,7 @@ from distjax.errors import (
     message,
 )
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.testing.reference_values import all_equal, combine
+from distjax.testing.reference_replicas import all_equal, combine
 from distjax.typing import PyTree, VariableModes
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.description import VariableDescription

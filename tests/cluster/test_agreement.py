@@ -2,8 +2,8 @@
 
 import pytest
 
-from distjax.cluster import agreement
-from distjax.cluster.facts import ComparedFact
+from distjax.cluster import meeting
+from distjax.cluster.meeting import ComparedFact
 from distjax.errors import AgreementError
 from tests.cluster.test_ending import make_job
 
@@ -11,12 +11,12 @@ from tests.cluster.test_ending import make_job
 def agree_as(monkeypatch, *facts_of_processes):
     """Has process 0 agree with another, each with its own (name, text) pairs."""
     facts = [[ComparedFact(*pair) for pair in pairs] for pairs in facts_of_processes]
-    packed = [agreement._pack(agreement._as_text(own)) for own in facts]
+    packed = [meeting._pack(meeting._as_text(own)) for own in facts]
     answers = iter([["one digest", "another"], packed])
-    monkeypatch.setattr(agreement, "job", make_job)
-    monkeypatch.setattr(agreement, "exchange", lambda *said: next(answers))
+    monkeypatch.setattr(meeting, "job", make_job)
+    monkeypatch.setattr(meeting, "exchange", lambda *said: next(answers))
     with pytest.raises(AgreementError) as caught:
-        agreement.agree("the first call of step", facts[0])
+        meeting.agree("the first call of step", facts[0])
     return str(caught.value)
 
 
@@ -27,7 +27,7 @@ def test_the_first_fact_that_differs_is_named(monkeypatch):
 
 @pytest.mark.parametrize("longer", [0, 1])
 def test_where_one_text_is_truncated_both_are_compared_as_they_are(monkeypatch, longer):
-    monkeypatch.setattr(agreement, "_MAX_TEXT", 60)
+    monkeypatch.setattr(meeting, "_MAX_TEXT", 60)
     facts = [[("a", "1")], [("a", "2"), ("program", "x" * 100)]]
     text = agree_as(monkeypatch, *(facts if longer else facts[::-1]))
     assert "differs from process 0 in what they do." in text and "nothing of the kind" not in text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import alone, joining
+from distjax.cluster import devices, joining
 
 SEVERAL = {
     "DISTJAX_NUM_PROCESSES": {"DISTJAX_NUM_PROCESSES": "2"},
@@ -51,7 +51,8 @@ USES = {
 def environment(monkeypatch):
     for name in {name for row in (*SEVERAL.values(), *ONE.values()) for name in row}:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(alone, "_warned", set())
+    monkeypatch.setattr(devices, "_warned", set())
+    monkeypatch.setattr(joining, "_joined_with", [])  # by a strategy of another test
 
     def be(row):
         for name, value in row.items():
@@ -103,7 +104,6 @@ def test_no_false_alarm(environment, row):
 
 def test_what_the_text_offers_is_enough(environment, monkeypatch):
     environment(SEVERAL["DISTJAX_NUM_PROCESSES"] | SEVERAL["SLURM_NTASKS"])
-    monkeypatch.setattr(joining, "_joined_with", [])
     monkeypatch.setattr(joining.jax_compat, "first_use_of_a_backend", lambda: None)
     dj.initialize(num_processes=1, process_id=0)
     assert use() == []

@@ -4,18 +4,17 @@ import dataclasses
 import itertools
 import sys
 import threading
+import time
 import types
 
 import jax
 import pytest
 
 from distjax import errors
-from distjax.cluster import departure, ending, exits
+from distjax.cluster import ending, exits, watch
 from distjax.cluster.job import Job
-from distjax.cluster.ledger import Ledger
-from distjax.cluster.marks import as_text, mark_of
-from distjax.cluster.phases import Phase
-from distjax.cluster.settings import make_timeouts
+from distjax.cluster.joining import make_timeouts
+from distjax.cluster.ledger import CAUSE, Ledger, Phase, as_text, mark_of
 
 LOST = "Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:21893"
 
@@ -74,7 +73,7 @@ def hooks(monkeypatch):
     def end(code):
         raise Ended(code)
 
-    def leave(joined, code, text, others_code=71):
+    def leave(joined, code, text, others_code=71, **options):
         raise Ended(code, text, others_code)
 
     seen = []
@@ -82,8 +81,9 @@ def hooks(monkeypatch):
     monkeypatch.setattr(exits.logging, "shutdown", lambda: None)
     monkeypatch.setattr(ending, "begin_to_end", lambda: None)
     monkeypatch.setattr(ending, "leave", leave)
-    monkeypatch.setattr(ending, "start_watch", lambda joined, status: lambda: seen.append("stop"))
-    monkeypatch.setattr(ending, "Watch", lambda joined: types.SimpleNamespace(**watch_that(seen)))
+    monkeypatch.setattr(
+        ending, "Watch", lambda joined, status: types.SimpleNamespace(**watch_that(seen))
+    )
     monkeypatch.setattr(ending, "job", make_job)
     monkeypatch.setattr(ending, "_endings", [])
     monkeypatch.setattr(sys, "exit", sys.exit)
@@ -175,7 +175,7 @@ def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monk
     def fail(error):
         raise OSError
 
-    monkeypatch.setattr(ending, "begin_to_end", departure.begin_to_end)
+    monkeypatch.setattr(ending, "begin_to_end", exits.begin_to_end)
     ended = []
 
     def end_twice():
@@ -184,8 +184,8 @@ def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monk
             raise_uncaught(ValueError())
         with pytest.raises(Ended, match="71"):
             raise_uncaught(errors.PeerLostError())
-        departure._end.release()
-        departure._end.release()
+        exits._end.release()
+        exits._end.release()
         ended.append(True)
 
     thread = threading.Thread(target=end_twice, daemon=True)
@@ -233,13 +233,13 @@ def fail_to_meet(*args):
 def meet_with(hooks, monkeypatch):
     """Watches the end of a job, and returns what runs at its end."""
 
-    def watch(job):
+    def install(job):
         monkeypatch.setattr(ending, "job", lambda: job)
         monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: job.client)
         ending.watch_the_end().watch(job)
         return hooks.pop()  # what `atexit` was given
 
-    return watch
+    return install
 
 
 @pytest.mark.parametrize("status, code", [(None, 71), (0, 71), (3, 3), ("a message", 1)], ids=str)
@@ -274,7 +274,7 @@ def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(
         patch.setattr(ending, "is_interactive", lambda: True)
         meet()
     assert "the end of process 0 on a (pid 1) needs" in capsys.readouterr().err
-    assert hooks == ["at the end", "stop watch", "stop"]
+    assert hooks == ["at the end", "stop watch"]
     monkeypatch.setattr(ending.watch_the_end(), "pid", -1)
     meet()
     assert capsys.readouterr().err == ""
@@ -325,7 +325,7 @@ def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     meet()
     assert [key for key, _ in waited] == [f"distjax/end/came/{i}" for i in (1, 2)]
     assert waited[0][1] == 1000, "of 8000: a signal is handled between two calls"
-    assert hooks == ["at the end", "stop watch", "stop"]
+    assert hooks == ["at the end", "stop watch"]
     monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: None)
     meet()  # the user has left by jax.distributed.shutdown()
     assert len(waited) == 2
@@ -387,43 +387,48 @@ def processes(monkeypatch):
     def end(code):
         ended[threading.current_thread().name] = code
 
-    monkeypatch.setattr(departure, "begin_to_end", begin)
-    monkeypatch.setattr(departure, "end_at_once", end)
-    monkeypatch.setattr(departure, "flush_outputs", lambda: None)  # it closes the handlers of logs
-    monkeypatch.setattr(departure, "_WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(departure, "_LEAVE_SECONDS", 20.0)
+    monkeypatch.setattr(watch, "begin_to_end", begin)
+    monkeypatch.setattr(exits, "end_at_once", end)
+    monkeypatch.setattr(exits, "flush_outputs", lambda: None)  # it closes the handlers of logs
+    monkeypatch.setattr(exits, "_LEAVE_SECONDS", 20.0)
     jobs = [dataclasses.replace(make_job(), process_id=i, client=store) for i in range(3)]
-    return jobs, ended
 
+    def follow(job, status=0):
+        """Starts a thread that looks, as a process, until it has ended."""
+        each = watch.Watch(job, lambda: status, Ledger())
 
-def watch(job, status=0):
-    thread = threading.Thread(
-        target=departure._watch, args=(job, lambda: status), name=str(job.process_id)
-    )
-    thread.start()
-    return thread
+        def look():
+            while threading.current_thread().name not in ended:
+                each.look(0.0)
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=look, name=str(job.process_id))
+        thread.start()
+        return thread
+
+    return jobs, ended, follow
 
 
 def test_a_process_without_stderr_follows_another(processes, monkeypatch):
-    jobs, ended = processes
-    follower = watch(jobs[1])
+    jobs, ended, follow = processes
+    follower = follow(jobs[1])
     monkeypatch.setattr(sys, "stderr", closed_output())
-    departure.leave(jobs[2], 70, "ValueError: mine")
+    exits.leave(jobs[2], 70, "ValueError: mine")
     follower.join()
     assert ended["1"] == 71
 
 
 def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes, capsys):
-    jobs, ended = processes
-    watches = [watch(jobs[0]), watch(jobs[1], status=5)]
+    jobs, ended, follow = processes
+    followers = [follow(jobs[0]), follow(jobs[1], status=5)]
     text = errors.message("\x1b[2Jmine", got="a", why="b", fix="c")
-    departure.leave(jobs[2], 70, f"ValueError: {text}", others_code=77)
-    departure.leave(jobs[2], 70, "another reason")  # the first one is the cause
-    for thread in watches:
+    exits.leave(jobs[2], 70, f"ValueError: {text}", others_code=77)
+    exits.leave(jobs[2], 70, "another reason")  # the first one is the cause
+    for thread in followers:
         thread.join()
     assert ended == {"MainThread": 70, "0": 77, "1": 5}
-    left = [key for key in jobs[0].client.keys if key.startswith(departure._LEFT)]
-    assert sorted(left) == [f"{departure._LEFT}/{i}" for i in range(3)]
+    left = [key for key in jobs[0].client.keys if key.startswith(exits._LEFT)]
+    assert sorted(left) == [f"{exits._LEFT}/{i}" for i in range(3)]
     said = capsys.readouterr().err
     assert "process 0 on a (pid 1) needs all processes of its job.\n" in said
     parts = [line for line in said.splitlines() if not line.startswith("process")]
@@ -438,55 +443,34 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
     assert "another reason" not in said
 
 
-def test_who_ends_of_what_another_has_left_undone_says_why_that_one_left(processes, capsys):
-    """An error of gloo names no process; it may come before the watch has heard of the other."""
-    jobs, _ = processes
-    jobs = [dataclasses.replace(job, num_processes=1) for job in jobs]  # nobody is awaited
-    departure.leave(jobs[2], 70, "ValueError: mine")
-    departure.leave(jobs[1], 70, "ValueError: its own")
-    assert capsys.readouterr().err == ""
-    departure.leave(jobs[1], 71, "Gloo: connection closed", is_told=True)
-    assert capsys.readouterr().err == ""
-    departure.leave(jobs[1], 71, "Gloo: connection closed")
-    said = capsys.readouterr().err
-    assert said.startswith("process 1 on b (pid 2) needs all processes of its job.\n")
-    assert "Got: the end of process 2 on c (pid 3): ValueError: mine." in said
-    departure.leave(jobs[2], 71, "Gloo: connection closed")
-    assert capsys.readouterr().err == ""  # it was the first itself
-
-
-def test_at_a_prompt_the_others_end_is_said_and_no_more(processes, monkeypatch, capsys):
-    jobs, ended = processes
-    monkeypatch.setattr(departure, "is_interactive", lambda: True)
-    thread = watch(jobs[1])
-    departure._tell(jobs[2], "ValueError: mine", 71)
-    thread.join()
-    assert ended == {}
+def test_who_loses_another_says_which(processes, capsys):
+    """Its watch may not have looked yet when a collective fails."""
+    jobs, ended, _ = processes
+    exits.leave(jobs[2], 70, "ValueError: mine")
+    exits.leave(jobs[1], 71, "JaxRuntimeError: Gloo", says_who=True)
+    assert ended == {"MainThread": 71}
     assert "the end of process 2 on c (pid 3): ValueError: mine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["", "[]", '{"process": "2"}'])
-def test_what_is_no_departure_ends_nothing(processes, line):
-    jobs, ended = processes
-    thread = watch(jobs[1])
-    jobs[0].client.key_value_set(departure._CAUSE, line)
-    thread.join()
+def test_at_a_prompt_the_others_end_is_said_once_and_no_more(processes, monkeypatch, capsys):
+    jobs, ended, _ = processes
+    monkeypatch.setattr(watch, "is_interactive", lambda: True)
+    exits._tell(jobs[2], "ValueError: mine", 71, False)
+    each = watch.Watch(jobs[1], int, Ledger())
+    each.look(0.0)
+    each.look(1.0)
     assert ended == {}
+    said = capsys.readouterr().err
+    assert said.count("the end of process 2 on c (pid 3): ValueError: mine") == 1
 
 
-def test_at_the_end_of_the_program_the_watch_ends(processes):
-    jobs, ended = processes
-    stops = [departure.start_watch(job, int) for job in jobs]
-    for stop in stops:
-        stop()
-    assert ended == {}
-    assert not any(t.name == "distjax-departures" for t in threading.enumerate())
-
-
-def test_a_coordinator_that_is_gone_ends_the_watch(processes, monkeypatch):
-    jobs, ended = processes
-    monkeypatch.setattr(jobs[0].client, "blocking_key_value_get", fail_for_good)
-    watch(jobs[1]).join()
+@pytest.mark.parametrize(
+    "line", ["", "[]", '{"process": "2"}', '{"process": 1, "code": 1, "text": ""}']
+)
+def test_what_is_no_departure_of_another_ends_nothing(processes, line):
+    jobs, ended, _ = processes
+    jobs[0].client.key_value_set(CAUSE, line)
+    watch.Watch(jobs[1], int, Ledger()).look(0.0)
     assert ended == {}
 
 

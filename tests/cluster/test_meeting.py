@@ -7,9 +7,7 @@ import jax
 import pytest
 
 from distjax.cluster import meeting
-from distjax.cluster.ledger import Ledger
-from distjax.cluster.marks import as_text, mark_of, tell
-from distjax.cluster.phases import Phase, phase
+from distjax.cluster.ledger import Ledger, Phase, as_text, mark_of, phase, tell
 from distjax.errors import PeerLostError, StuckError
 from tests.cluster.test_ending import Store, fail_for_good, make_job
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from distjax.cluster import roll_call
-from distjax.cluster.settings import Settings, make_timeouts
+from distjax.cluster.job import Settings
+from distjax.cluster.joining import make_timeouts
 from distjax.errors import ClusterError
 from tests.processes.jobs import free_address
 

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from distjax.cluster import callbacks, watch
-from distjax.cluster.ledger import Launch, Ledger
-from distjax.cluster.marks import mark_of
-from distjax.cluster.phases import Phase
-from distjax.cluster.unwinding import Unwinding
+from distjax.cluster import watch
+from distjax.cluster.ledger import Launch, Ledger, Phase, mark_of
+from distjax.cluster.watch import Unwinding
 from tests.cluster.test_watch import Ended, Token, launch, look_all, make_processes
 
 TRAIN = Launch("train")
@@ -81,17 +79,17 @@ def test_the_others_hear_of_it(error, said):
 @pytest.fixture
 def failed():
     """A callback has raised in this process, in a program that is over."""
-    callbacks.watch_callbacks()
-    callbacks.forget_failed()
+    watch.watch_callbacks()
+    watch.forget_failed()
 
     def fail(x):
         raise ValueError("mine")
 
     with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
         jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), 1.0).block_until_ready()
-    found = callbacks.failed_callback()
+    found = watch.failed_callback()
     yield found
-    callbacks.forget_failed()
+    watch.forget_failed()
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +127,7 @@ def test_a_launch_that_ends_tells_of_it_by_itself(failed):
     look_all(processes, failed.at + 0.2)
     token.ready = True
     look_all(processes, failed.at + 1.0)
-    assert callbacks.failed_callback() is None
+    assert watch.failed_callback() is None
 
 
 def test_a_launch_that_waits_for_another_process_is_not_blamed_on_it(failed):

@@ -11,10 +11,20 @@ import jax
 import pytest
 
 from distjax.cluster import exits, watch
-from distjax.cluster import phases as phases_module
-from distjax.cluster.ledger import Launch, Ledger
-from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
-from distjax.cluster.phases import Phase, phase, phases, waiting
+from distjax.cluster import ledger as ledger_module
+from distjax.cluster.ledger import (
+    Launch,
+    Ledger,
+    Phase,
+    as_text,
+    find_difference,
+    hear,
+    mark_of,
+    parse_mark,
+    phase,
+    phases,
+    waiting,
+)
 from tests.cluster.test_ending import Store, closed_output, make_job
 from tests.interrupts import in_codes, interrupted
 
@@ -64,7 +74,7 @@ def make_processes(count=3, store=None):
     for process_id in range(count):
         ledger = Ledger()
         joined = dataclasses.replace(job, process_id=process_id)
-        made.append((ledger, watch.Watch(joined, ledger)))
+        made.append((ledger, watch.Watch(joined, int, ledger)))
     return made
 
 
@@ -330,8 +340,8 @@ def test_a_phase_has_a_bound(monkeypatch, ends):
 
 def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
     """As long as one comes after the other; the others wait for it for `phase_timeout`."""
-    lone, now = phases_module._LonePrograms(), [0.0]
-    monkeypatch.setattr(phases_module.time, "monotonic", lambda: now[0])
+    lone, now = ledger_module._LonePrograms(), [0.0]
+    monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watch, "phases", lambda: (*lone.phases(),))
     evaluating, waiting_one = make_processes(2)
 
@@ -339,13 +349,13 @@ def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
         """Whether the other one sees it at work, after so many seconds."""
         now[0] += seconds
         look_all([evaluating, waiting_one], now[0])
-        return hear(waiting_one[1]._job, 0)[0].is_busy
+        return hear(waiting_one[1]._job)[0].is_busy
 
     assert not heard(0.0)
     for _ in range(400):
         lone.record("evaluate", 5)
         assert heard(9.0)
-    assert hear(waiting_one[1]._job, 0)[0].at == "running evaluate alone"
+    assert hear(waiting_one[1]._job)[0].at == "running evaluate alone"
     assert not heard(2.0)  # a pause
     lone.record("evaluate", 5)
     assert heard(9.0)
@@ -522,7 +532,7 @@ def test_a_coordinator_that_does_not_answer_ends_nothing(monkeypatch):
 def test_a_closed_stderr_does_not_keep_a_process_from_its_end(monkeypatch):
     """The thread that ends it would end itself, and block all others that want to."""
     monkeypatch.setattr(sys, "stderr", closed_output())
-    each = watch.Watch(make_job(), Ledger())
+    each = watch.Watch(make_job(), int, Ledger())
     with pytest.raises(Ended) as end:
         each._end(exits.DIFFERENT, "they differ")
     assert end.value.args == (exits.DIFFERENT, "they differ")

@@ -1,7 +1,7 @@
 """Programs in flight: bounded where JAX needs it, and never awaited elsewhere."""
 
+import collections
 import concurrent.futures
-import itertools
 import threading
 
 import jax
@@ -61,9 +61,6 @@ def test_a_step_that_returns_a_constant(pair):
     assert (float(step()[1]), float(w.value)) == (4, 2)
 
 
-HALF = eager.MAX_IN_FLIGHT // 2
-
-
 class Token:
     """An array that says whether it was awaited."""
 
@@ -77,124 +74,72 @@ class Token:
         return False
 
 
-def count_from_one():
-    """Counts launches as `eager.count_launch` does, of which this one is the first."""
-    return itertools.cycle((*range(1, HALF), 0)).__next__
-
-
 @pytest.fixture
-def launches(monkeypatch):
+def in_flight(monkeypatch):
     """Nothing is in flight, and programs are throttled."""
     monkeypatch.setattr(eager, "is_throttled", lambda: True)
-    monkeypatch.setattr(eager, "count_launch", count_from_one())
-    monkeypatch.setattr(eager, "_older", [])
-    monkeypatch.setattr(eager, "_newer", [])
+    monkeypatch.setattr(eager, "_in_flight", collections.deque())
+    return eager._in_flight
 
 
-@pytest.mark.parametrize("in_job", [False, True])
-def test_the_older_half_is_awaited_when_too_many_are_in_flight(launches, monkeypatch, in_job):
-    """In one process by its newest, in whose order the others end; in a job each of them."""
-    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
-    tokens = [Token() for _ in range(5 * HALF)]
+def test_the_oldest_is_awaited_when_too_many_are_in_flight(in_flight):
+    tokens = [Token() for _ in range(3 * eager.MAX_IN_FLIGHT)]
     for number, token in enumerate(tokens, start=1):
         eager.throttle(token)
-        done = max(0, number // HALF - 1) * HALF
-        newest = range(HALF - 1, done, HALF)
-        expected = list(range(done) if in_job else newest)
-        assert [i for i, t in enumerate(tokens) if t.awaited] == expected
-        assert number - done < eager.MAX_IN_FLIGHT
-    assert done == 4 * HALF
+        done = max(0, number - eager.MAX_IN_FLIGHT)
+        assert [i for i, t in enumerate(tokens) if t.awaited] == list(range(done))
+        assert len(in_flight) == number - done
 
 
-def test_other_threads_launch_no_more_while_a_half_is_awaited(launches):
-    tokens = [Token() for _ in range(2 * HALF + 4)]
-    waits, ends = threading.Event(), threading.Event()
-    tokens[HALF - 1].block_until_ready = lambda: (waits.set(), ends.wait(60))
-    for token in tokens[: 2 * HALF - 1]:
+def test_of_several_threads_each_awaits_another(in_flight):
+    """So one more is in flight for each thread, at most."""
+    tokens = [Token() for _ in range(eager.MAX_IN_FLIGHT + 4)]
+    ends = threading.Event()
+    for token in tokens[:4]:
+        token.block_until_ready = lambda token=token: (
+            ends.wait(60),
+            Token.block_until_ready(token),
+        )
+    for token in tokens[: eager.MAX_IN_FLIGHT]:
         eager.throttle(token)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        awaiting = pool.submit(eager.throttle, tokens[2 * HALF - 1])
-        assert waits.wait(60)
-        others = [pool.submit(eager.throttle, token) for token in tokens[2 * HALF :]]
-        assert not any(other.done() for other in (awaiting, *others))
+        waiting = [pool.submit(eager.throttle, t) for t in tokens[eager.MAX_IN_FLIGHT :]]
+        assert not concurrent.futures.wait(waiting, timeout=0.2).done
         ends.set()
-    assert all(other.done() for other in (awaiting, *others))
+    assert [t.awaited for t in tokens[:5]] == [True] * 4 + [False]
 
 
-def test_programs_on_several_devices_end_in_the_order_of_their_launch():
-    """What the guard builds on: the end of one tells the end of all before it."""
-    if not eager.is_throttled():
-        pytest.skip("nothing is awaited there")
-    meshes = [jax.sharding.Mesh(devices, "r") for devices in (jax.devices()[:2], jax.devices())]
-
-    def launch(mesh, size):
-        spec = jax.sharding.PartitionSpec("r")
-        step = lambda x: jax.lax.psum(jnp.linalg.matrix_power(x[0], 30), "r")[0, :1]
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped), jnp.ones((mesh.size, size, size)) / size
-
-    programs = [launch(mesh, size) for mesh in meshes for size in (2, 300)]
-    jax.block_until_ready([program(x) for program, x in programs])
-    for _ in range(3):
-        ends = [program(x) for program, x in (programs[1], programs[2], programs[3], programs[0])]
-        for i in reversed(range(len(ends))):
-            if ends[i].is_ready():
-                assert all(end.is_ready() for end in ends[:i])
-        ends[-1].block_until_ready()
-        assert all(end.is_ready() for end in ends)
-
-
-def test_a_program_that_has_failed_stops_no_later_one(launches):
-    tokens = [Token() for _ in range(4 * HALF)]
+def test_a_program_that_has_failed_stops_no_later_one(in_flight):
+    tokens = [Token() for _ in range(eager.MAX_IN_FLIGHT + 2)]
 
     def fail():
         raise jax.errors.JaxRuntimeError("told to who reads its results")
 
-    tokens[HALF - 1].block_until_ready = fail
+    tokens[0].block_until_ready = fail
     for token in tokens:
         eager.throttle(token)
-    assert [i for i, t in enumerate(tokens) if t.awaited] == [2 * HALF - 1, 3 * HALF - 1]
+    assert [i for i, t in enumerate(tokens) if t.awaited] == [1]
 
 
-def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
+def test_a_signal_handler_may_launch_while_one_is_awaited(in_flight):
     """It runs in the thread that waits."""
-    tokens, later = [Token() for _ in range(2 * HALF)], [Token() for _ in range(HALF)]
+    tokens, later = ([Token() for _ in range(eager.MAX_IN_FLIGHT + 1)] for _ in range(2))
     handlers = [lambda: [eager.throttle(token) for token in later]]
-    tokens[HALF - 1].block_until_ready = lambda: handlers and handlers.pop()()
+    tokens[0].block_until_ready = lambda: handlers and handlers.pop()()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(lambda: [eager.throttle(token) for token in tokens]).result(60)
-    assert not eager.awaiting
+    assert len(in_flight) == eager.MAX_IN_FLIGHT
 
 
-def test_after_an_interrupt_the_next_half_ends_the_waiting(launches):
-    """Else every launch would wait from then on."""
-    frames = in_codes({eager.record_completion.__code__})
-    for n in itertools.count(1):
-        call = lambda: [eager.throttle(Token()) for _ in range(2 * HALF)]
-        is_over = interrupted(call, n, frames).line is None
-        for _ in range(HALF):
-            eager.throttle(Token())
-        assert not eager.awaiting
-        if is_over:
-            break
-    assert n > 10
-
-
-@pytest.mark.parametrize("in_job", [False, True])
-def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_job):
-    """Then the newer half is awaited as well."""
-    monkeypatch.setattr(eager, "job", lambda: object() if in_job else None)
-    tokens = [Token() for _ in range(2 * HALF)]
-
-    def refuse():
-        raise RuntimeError("Array has been deleted")
-
-    for token in tokens[:HALF]:
-        token.block_until_ready, token.is_deleted = refuse, lambda: True
+@pytest.mark.parametrize("num_gone", [3, eager.MAX_IN_FLIGHT])
+def test_a_result_that_is_donated_since_tells_nothing(in_flight, num_gone):
+    """Then what came after it does."""
+    tokens = [Token() for _ in range(eager.MAX_IN_FLIGHT + 1)]
+    for token in tokens[:num_gone]:
+        token.is_deleted = lambda: True
     for token in tokens:
         eager.throttle(token)
-    awaited = [i for i, t in enumerate(tokens) if t.awaited]
-    assert awaited == list(range(HALF if in_job else 2 * HALF - 1, 2 * HALF))
+    assert [i for i, t in enumerate(tokens) if t.awaited] == [num_gone]
 
 
 def test_results_that_are_donated_keep_the_bound(mirrored):
@@ -206,10 +151,10 @@ def test_results_that_are_donated_keep_the_bound(mirrored):
     assert [float(end) for end in ends] == [4.0] * 100
 
 
-def test_nothing_is_counted_without_a_token_or_in_a_trace(launches):
+def test_nothing_is_recorded_without_a_token_or_in_a_trace(in_flight):
     eager.throttle(None)
     jax.jit(lambda x: (eager.throttle(x), x)[1])(1.0)
-    assert eager.count_launch() == 1
+    assert not in_flight
 
 
 def test_where_programs_are_throttled():
@@ -242,31 +187,25 @@ def test_only_programs_on_several_devices_are_counted(count, is_compiled, writes
     step = lambda x: strategy.run(lambda x: v.assign_add(x) if writes else x + 1, args=(x,))
     step = dj.jit(step) if is_compiled else step
     seen = []
-    monkeypatch.setattr(launch, "count_launch", lambda: seen.append(None) or 1)
+    monkeypatch.setattr(launch, "throttle", seen.append)
     step(x)
     assert len(seen) == (1 if count > 1 and eager.is_throttled() else 0)
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_each_half_is_recorded_by_its_last_program(writes, monkeypatch):
-    """By a result if there is a small one, in whatever tree the user gets it."""
+def test_a_program_is_recorded_by_a_small_result(writes, monkeypatch):
+    """In whatever tree the user gets it."""
     if not eager.is_throttled():
         pytest.skip("nothing is awaited there")
     strategy = dj.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():
         v = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
-    recorded = []
-    monkeypatch.setattr(launch, "count_launch", count_from_one())
-    monkeypatch.setattr(
-        launch, "record_completion", lambda end, launch: recorded.append((end, launch))
-    )
+    seen = []
+    monkeypatch.setattr(launch, "throttle", seen.append)
 
     def step(x):
         loss = jax.lax.psum(x, "replica")
         return {"loss": (v.assign_add(x) if writes else x, [loss])}
 
-    for number in range(1, 2 * HALF + 1):
-        result = strategy.run(step, args=(jnp.float32(number),))
-        assert len(recorded) == number // HALF
-    ends = [end for end, launch in recorded if launch == 0]
-    assert any(ends[-1] is leaf for leaf in jax.tree.leaves(result))
+    result = strategy.run(step, args=(jnp.float32(1),))
+    assert len(seen) == 1 and any(seen[0] is leaf for leaf in jax.tree.leaves(result))

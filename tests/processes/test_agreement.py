@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.cluster import alone, warm_up
-from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact
+from distjax import hooks
+from distjax.cluster import devices, joining
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
-from distjax.collectives import eager
+from distjax.cluster.meeting import ComparedFact, agree
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess
@@ -137,7 +136,7 @@ def another_reduction(strategy, me):
 
 #: What differs, and what the error says of it.
 def another_order_of_devices(strategy, me):
-    warm_up._used.clear()  # of other tests
+    joining._used.clear()  # of other tests
     devices = strategy.mesh.devices.reshape(-1)[[2, 0, 3, 1] if me else [3, 0, 2, 1]]
     dj.MultiWorkerMirroredStrategy(list(devices), model_axes={"model": 2})
 
@@ -244,7 +243,7 @@ def meet_elsewhere():
 def create_what_is_read(call, strategy, own):
     """Does the same, and is elsewhere where the other process reads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "agree", lambda *args, **kwargs: meet_elsewhere())
+        patch.setattr(hooks, "on_operation", [lambda *operation: meet_elsewhere()])
         call(strategy, own)
 
 
@@ -326,7 +325,7 @@ def test_strategies_of_one_process_compare_nothing(group):
 
 
 def say_what_was_warned(call):
-    alone._warned.clear()
+    devices._warned.clear()
     with pytest.warns(dj.errors.ClusterWarning) as caught:
         CALLS_ALONE[call]()
         CALLS_ALONE[call]()  # from another line

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import alone
+from distjax.cluster import devices
 from distjax.cluster.job import job
 from tests.processes import groups
 
@@ -75,7 +75,7 @@ OTHERS = {
 
 
 def warned_of(row):
-    alone._warned.clear()
+    devices._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (EQUAL | OTHERS)[row]()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import warm_up
+from distjax.cluster import joining
 from distjax.cluster.job import job
 from tests.processes import groups
 
@@ -106,7 +106,7 @@ def groups_in_use(model_axes, devices_per_host):
     strategy = dj.TPUStrategy(model_axes=model_axes, communication=options)
     used = {
         frozenset(frozenset(d.id % 2048 + 2 * d.process_index for d in g) for g in groups)
-        for groups in warm_up._used
+        for groups in joining._used
     }
     ids = strategy.distribute_values_from_function(
         lambda ctx: np.float32(ctx.replica_id_in_sync_group)

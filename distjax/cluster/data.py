@@ -11,17 +11,17 @@ import base64
 import contextlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from distjax.cluster.alone import warn_once
-from distjax.cluster.facts import describe_structure
+from distjax import hooks
+from distjax.cluster.devices import warn_once
 from distjax.cluster.job import Job, job
-from distjax.cluster.meeting import exchange
-from distjax.cluster.phases import phase
+from distjax.cluster.ledger import phase
+from distjax.cluster.meeting import describe_structure, exchange
 from distjax.data.elements import HostTree, as_batch
 from distjax.data.input_layout import Block, InputLayout
 from distjax.data.options import DROP, PAD, Batch, Partial
@@ -31,7 +31,6 @@ from distjax.errors import (
     PeerLostError,
     as_part,
     describe_error,
-    describe_value,
     message,
 )
 
@@ -62,8 +61,8 @@ class Report(NamedTuple):
     num_padded: int = 0
 
 
-class Together:
-    """The processes of a job that read one dataset; the whole contract of an iterator with them.
+class JobReaders:
+    """The processes of a job that read one dataset: a `data.iterator.Together`.
 
     Args:
       joined: the job.
@@ -184,10 +183,10 @@ class Together:
         return HostTree(treedef, masked)
 
 
-def together_of(layout: InputLayout, partial: Partial) -> Together | None:
+def join_readers(layout: InputLayout, partial: Partial) -> JobReaders | None:
     """Returns the processes that read together; None: this one reads alone."""
     joined = job() if layout.spans_processes else None
-    return None if joined is None else Together(joined, layout, partial)
+    return None if joined is None else JobReaders(joined, layout, partial)
 
 
 def _num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
@@ -262,32 +261,6 @@ def _receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int
         for x, name, cut, shape in leaves
     ]
     return as_batch(HostTree(data, arrays), mask)
-
-
-def require_position_of(process: list[int] | None, state: object) -> None:
-    """Raises a ValueError unless `state` is a position that this process can resume.
-
-    Args:
-      process: this process and the job's size, if each process reads its own data, or None.
-      state: the position, whose "process" has to be the same.
-    """
-    saved = state.get("process") if isinstance(state, Mapping) else None
-    if saved == process:
-        return
-    raise ValueError(
-        message(
-            f"set_state needs a position of {_readers(process)}, not of {_readers(saved)}",
-            got=describe_value(state),
-            why="what was read of data that each process has of its own says nothing of others'",
-            fix="resume with as many processes, or let all read the same global batches: "
-            "strategy.distribute_dataset(batches), whose position holds for any number",
-        )
-    )
-
-
-def _readers(process: list[int] | None) -> str:
-    """Returns whose position it is, for an error text."""
-    return "all processes alike" if process is None else f"process {process[0]} of {process[1]}"
 
 
 def _pack_example(tree: HostTree) -> str:
@@ -393,3 +366,6 @@ def _failed_text(job: Job, process: int, text: str) -> str:
         why="all replicas run one program, and none may be without input",
         fix="fix what that process reads, and start the job again",
     )
+
+
+hooks.readers.append(join_readers)

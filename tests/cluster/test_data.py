@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from distjax.data.agreement import describe_elements
+from distjax.cluster.data import describe_elements
 from distjax.data.elements import HostTree
 
 

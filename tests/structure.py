@@ -32,7 +32,7 @@ BASE = {
     "masks",
 }
 BASE |= {"masks", "modes", "staged_call", "tables", "tracebacks", "traced_types", "trees", "typing"}
-BASE |= {"uninterrupted", "user_lines", "user_mesh", "__init__"}
+BASE |= {"user_lines", "user_mesh", "waiters", "__init__"}
 
 
 def imported(path: pathlib.Path) -> set[str]:

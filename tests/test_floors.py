@@ -17,7 +17,7 @@ FLOORS = {
     "integers": -3,
     "interrupts": -5,
     "tables": -4,
-    "uninterrupted": -4,
+    "waiters": -4,
     "user_lines": -4,
     "modes": -5,
     "typing": -4,

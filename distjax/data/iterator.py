@@ -33,7 +33,7 @@ from distjax.data.reader import Position, Reader, require_position_of
 from distjax.errors import ContextError, message
 from distjax.integers import require_int
 from distjax.interrupts import interrupts
-from distjax.uninterrupted import Waiters
+from distjax.waiters import Waiters
 
 #: The prefix of the threads' names.
 THREAD_NAME = "distjax-prefetch"

@@ -47,7 +47,7 @@ from distjax.servers.engine import Engine, Ran, Running, Task, WorkerDied
 from distjax.servers.per_worker import Argument, DataEnded, PerWorkerSource
 from distjax.servers.plan import StepPlan
 from distjax.typing import PyTree
-from distjax.uninterrupted import Waiters
+from distjax.waiters import Waiters
 
 # -- closures -----------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import distjax as dj
 from distjax import jax_compat
 from distjax.collectives import eager
 from distjax.program import launch
-from tests.interrupts import in_codes, interrupted
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])

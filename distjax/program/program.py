@@ -355,7 +355,6 @@ class Program:
         for variable in self._build.variables if self._build is not None else ():
             try:
                 variable.stored.require()
-                variable.stored.require()
             except ContextError as lost:  # by this launch, unless that says the same
                 raise lost from None if isinstance(refused, ContextError) else refused
         if "deleted" in str(refused):

@@ -20,10 +20,10 @@ import distjax as dj
 from benchmarks import models, ours
 from benchmarks.handwritten import replicate
 from benchmarks.report import Benchmark
-from distjax import hooks
+from distjax._src import hooks
+from distjax._src.program import program
+from distjax._src.replica.analysis import Analysis
 from distjax.errors import RecompilationWarning
-from distjax.program import program
-from distjax.replica.analysis import Analysis
 
 BAR = 0.10
 _CALLS = 20

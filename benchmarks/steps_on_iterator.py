@@ -16,7 +16,7 @@ import distjax as dj
 from benchmarks.models import REPLICA_AXIS
 from benchmarks.report import Benchmark
 from benchmarks.timing import Call, interleave, loop_seconds, medians
-from distjax.data.input_layout import Steps
+from distjax._src.data.input_layout import Steps
 
 NUM_STEPS = 100
 WIDTH = 128

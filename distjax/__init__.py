@@ -8,55 +8,55 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
-from distjax import hooks as _hooks
-from distjax import lint as lint  # installs itself
-from distjax.cluster.joining import initialize
-from distjax.cluster.ledger import phase
-from distjax.collectives.reductions import CommunicationImplementation, CommunicationOptions
-from distjax.context.expectation import expect
-from distjax.context.scoping import (
+from distjax._src import hooks as _hooks
+from distjax._src import lint as lint  # installs itself
+from distjax._src.cluster.joining import initialize
+from distjax._src.cluster.ledger import phase
+from distjax._src.collectives.reductions import CommunicationImplementation, CommunicationOptions
+from distjax._src.context.expectation import expect
+from distjax._src.context.scoping import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
     set_strategy,
 )
-from distjax.data.dataset import DistributedDataset
-from distjax.data.iterator import DistributedIterator
-from distjax.data.options import Batch, InputContext, InputOptions
-from distjax.diagnostics import check, explain, visualize
-from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import REPLICA_AXIS, Locality
-from distjax.program.jit import jit
-from distjax.replica import lax
-from distjax.replica.arguments import static
-from distjax.replica.contexts import ReplicaContext
-from distjax.servers.coordinator import Coordinator, RemoteValue
-from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues
-from distjax.servers.strategy import ParameterServerStrategy
-from distjax.strategies.default import DefaultStrategy
-from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.mirrored import (
+from distjax._src.data.dataset import DistributedDataset
+from distjax._src.data.iterator import DistributedIterator
+from distjax._src.data.options import Batch, InputContext, InputOptions
+from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+from distjax._src.placement.per_replica import PerReplica, is_per_replica
+from distjax._src.placement.topology import REPLICA_AXIS, Locality
+from distjax._src.program.jit import jit
+from distjax._src.replica import lax
+from distjax._src.replica.arguments import static
+from distjax._src.replica.contexts import ReplicaContext
+from distjax._src.servers.coordinator import Coordinator, RemoteValue
+from distjax._src.servers.per_worker import PerWorkerDataset, PerWorkerValues
+from distjax._src.servers.strategy import ParameterServerStrategy
+from distjax._src.strategies.default import DefaultStrategy
+from distjax._src.strategies.extended import StrategyExtended
+from distjax._src.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     TPUStrategy,
     VirtualStrategy,
 )
-from distjax.strategies.pmap import pmap
-from distjax.strategies.sharded import CentralStorageStrategy, ShardedStrategy
-from distjax.strategies.steps import MultiStepContext
-from distjax.strategies.strategy import Strategy
-from distjax.strategies.values import ValueContext, locality
-from distjax.variables.variable import Variable
+from distjax._src.strategies.pmap import pmap
+from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrategy
+from distjax._src.strategies.steps import MultiStepContext
+from distjax._src.strategies.strategy import Strategy
+from distjax._src.strategies.values import ValueContext, locality
+from distjax._src.variables.variable import Variable
+from distjax.diagnostics import check, explain, visualize
 
 __version__ = "0.1.0"
 
 # The layers: what the kernel calls at its events (`hooks`).
 for _layer in ("programs", "devices", "data"):
-    _importlib.import_module(f"distjax.cluster.{_layer}")
-_hooks.object_layers["flax.nnx"] = "distjax.flax.bridge"
+    _importlib.import_module(f"distjax._src.cluster.{_layer}")
+_hooks.object_layers["flax.nnx"] = "distjax._src.flax.bridge"
 
 __all__ = [
     "REPLICA_AXIS",

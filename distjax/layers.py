@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax.collectives.ops import sum_dtype
-from distjax.context import frames
-from distjax.context.expectation import expect
+from distjax._src.collectives.ops import sum_dtype
+from distjax._src.context import frames
+from distjax._src.context.expectation import expect
+from distjax._src.integers import require_int
+from distjax._src.masks import broadcast_mask
+from distjax._src.modes import VariableAggregation, VariableSynchronization
+from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.typing import ArrayLike, PyTree
+from distjax._src.variables.conversion import rounded
+from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, ContextError, describe_value, message
-from distjax.integers import require_int
-from distjax.masks import broadcast_mask
-from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import is_per_replica
-from distjax.typing import ArrayLike, PyTree
-from distjax.variables.conversion import rounded
-from distjax.variables.variable import Variable
 
 __all__ = ["BatchNormalization", "Statistics", "batch_statistics", "dropout"]
 

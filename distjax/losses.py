@@ -11,12 +11,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from distjax.collectives.ops import as_reduce_op, mean_dtype, sum_dtype
-from distjax.context import frames
+from distjax._src.collectives.ops import as_reduce_op, mean_dtype, sum_dtype
+from distjax._src.context import frames
+from distjax._src.masks import require_mask, spread_mask
+from distjax._src.modes import ReduceOp
+from distjax._src.typing import ArrayLike, ReduceOpLike
 from distjax.errors import BatchError, describe_value, message
-from distjax.masks import require_mask, spread_mask
-from distjax.modes import ReduceOp
-from distjax.typing import ArrayLike, ReduceOpLike
 
 __all__ = ["average_loss"]
 

@@ -23,20 +23,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax import user_mesh
-from distjax.collectives.ops import sum_dtype
-from distjax.context import frames
-from distjax.context.contracts import StrategyLike
-from distjax.context.frames import Frame
+from distjax._src import user_mesh
+from distjax._src.collectives.ops import sum_dtype
+from distjax._src.context import frames
+from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import Frame
+from distjax._src.masks import broadcast_mask
+from distjax._src.modes import VariableAggregation, VariableSynchronization
+from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement.transfer import require_held
+from distjax._src.strategies.values import is_mirrored
+from distjax._src.typing import ArrayLike, DTypeLike, PyTree
+from distjax._src.variables.conversion import rounded
+from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message
-from distjax.masks import broadcast_mask
-from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import is_per_replica
-from distjax.placement.transfer import require_held
-from distjax.strategies.values import is_mirrored
-from distjax.typing import ArrayLike, DTypeLike, PyTree
-from distjax.variables.conversion import rounded
-from distjax.variables.variable import Variable
 
 __all__ = ["Accuracy", "Mean", "Metric", "Sum"]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import distjax
 import distjax as dj
-from distjax import hooks
+from distjax._src import hooks
 
 ROOT = pathlib.Path(distjax.__file__).parent
 
@@ -156,7 +156,7 @@ LAYERS = ("cluster", "servers", "flax", "lint")
 
 
 def test_the_kernel_imports_no_layer():
-    """What a layer does in the kernel it registers with `distjax.hooks`."""
+    """What a layer does in the kernel it registers with `distjax._src.hooks`."""
     for path in library_files():
         if package_of(path) in KERNEL:
             for module in imported_modules(path):

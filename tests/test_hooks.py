@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax import hooks
+from distjax._src import hooks
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from distjax.interrupts import interrupts
+from distjax._src.interrupts import interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax import jax_compat
+from distjax._src import jax_compat
 from distjax.errors import ContextError, TraceLeakError
 
 

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import distjax as dj
-from distjax import jax_compat
-from distjax.staged_call import stage_call
+from distjax._src import jax_compat
+from distjax._src.staged_call import stage_call
 
 TABLE = np.arange(3, dtype=np.float32)
 

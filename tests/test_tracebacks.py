@@ -97,7 +97,7 @@ def test_lines_of_python_minus_c():
     """The user's code is in "<string>" there, as is what dataclasses generate."""
     source = """if True:
         import sys
-        from distjax import user_lines
+        from distjax._src import user_lines
         def step():
             return user_lines.is_library_code(sys._getframe().f_code)
         names = "step", "Model.__call__", "__create_fn__.<locals>.__init__", "__new__"

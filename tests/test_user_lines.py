@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.user_lines import UNKNOWN, SourceFrame, calling_line, find_line, source_line
+from distjax._src.user_lines import UNKNOWN, SourceFrame, calling_line, find_line, source_line
 
 PACKAGES, SCRIPTS = (sysconfig.get_paths()[key] for key in ("purelib", "scripts"))
 OWN = SourceFrame("step", "/home/me/train.py", 7)

@@ -26,7 +26,15 @@ from typing import Any
 
 import jax
 
-from distjax.compat.renaming import (
+from distjax._src.context import frames, scoping
+from distjax._src.context.contracts import Destinations
+from distjax._src.context.scoping import has_strategy as has_distribution_strategy
+from distjax._src.modes import VariableAggregation, VariableSynchronization
+from distjax._src.placement.per_replica import PerReplica as PerDevice
+from distjax._src.strategies.steps import MultiStepContext
+from distjax._src.typing import DatasetLike, PyTree, ReduceOpLike
+from distjax._src.variables.variable import Variable
+from distjax.compat._renaming import (
     Adapter,
     Renamed,
     ReplicaContextAdapter,
@@ -35,14 +43,6 @@ from distjax.compat.renaming import (
     getters,
     iterator_of,
 )
-from distjax.context import frames, scoping
-from distjax.context.contracts import Destinations
-from distjax.context.scoping import has_strategy as has_distribution_strategy
-from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import PerReplica as PerDevice
-from distjax.strategies.steps import MultiStepContext
-from distjax.typing import DatasetLike, PyTree, ReduceOpLike
-from distjax.variables.variable import Variable
 
 __all__ = [
     "DistributionStrategy",

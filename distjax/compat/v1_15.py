@@ -14,8 +14,15 @@ Example:
 
 from __future__ import annotations
 
+from distjax._src.context import scoping
+from distjax._src.context.scoping import has_strategy, in_cross_replica_context
+from distjax._src.data.options import InputContext
+from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.strategies.steps import MultiStepContext
+from distjax._src.variables.variable import Variable
 from distjax.compat import v1_13
-from distjax.compat.renaming import (
+from distjax.compat._renaming import (
     Adapter,
     Renamed,
     ReplicaContextAdapter,
@@ -24,13 +31,6 @@ from distjax.compat.renaming import (
     getters,
 )
 from distjax.compat.v1_13 import StrategyExtended
-from distjax.context import scoping
-from distjax.context.scoping import has_strategy, in_cross_replica_context
-from distjax.data.options import InputContext
-from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import PerReplica
-from distjax.strategies.steps import MultiStepContext
-from distjax.variables.variable import Variable
 
 __all__ = [
     "InputContext",

@@ -1,5 +1,5 @@
 """For tests: the reference interpreter, and counts of collectives in HLO text."""
 
-from distjax.testing.reference import ReferenceStrategy
+from distjax._src.testing.reference import ReferenceStrategy
 
 __all__ = ["ReferenceStrategy"]

@@ -1,5 +1,10 @@
 """Counts the collectives of a compiled program, for tests."""
 
-from distjax.diagnostics.collectives import KINDS, CollectiveCount, count_collectives, type_bytes
+from distjax._src.diagnostics.collectives import (
+    KINDS,
+    CollectiveCount,
+    count_collectives,
+    type_bytes,
+)
 
 __all__ = ["KINDS", "CollectiveCount", "count_collectives", "type_bytes"]

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_program(tmp_path):
 
 def test_a_checkpoint_of_a_later_format(checkpointer, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.saved.FORMAT", 2)
+        patch.setattr("distjax._src.checkpoint.saved.FORMAT", 2)
         checkpointer.save(1, {"x": 1})
         checkpointer.wait()
         assert checkpointer.restore({"x": 0}) == {"x": 1}
@@ -234,7 +234,7 @@ def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
     """Each process would write by itself, to one directory."""
     joined = make_job()
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.storage.job", lambda: joined)
+        patch.setattr("distjax._src.checkpoint.storage.job", lambda: joined)
         with pytest.raises(CheckpointError) as error:
             checkpointer.save(1, {"x": 1})
     assert str(error.value).splitlines() == [
@@ -247,7 +247,7 @@ def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
     assert not os.path.exists(checkpointer.directory)
     checkpointer.save(1, {"x": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("distjax.checkpoint.storage.job", lambda: joined)
+        patch.setattr("distjax._src.checkpoint.storage.job", lambda: joined)
         with pytest.raises(CheckpointError, match="to be constructed after the process has join"):
             checkpointer.restore({"x": 0})
     assert checkpointer.restore({"x": 0}) == {"x": 1}

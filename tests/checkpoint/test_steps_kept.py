@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
-from distjax.checkpoint import storage
+from distjax._src.checkpoint import storage
 from distjax.errors import CheckpointError, ContextError
 from tests.cluster.test_ending import make_job
 
@@ -142,7 +142,7 @@ FORKED = """
 import multiprocessing, sys
 import numpy as np
 import distjax as dj
-from distjax.checkpoint import storage
+from distjax._src.checkpoint import storage
 
 checkpointer = dj.checkpoint.Checkpointer(sys.argv[1])
 

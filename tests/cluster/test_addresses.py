@@ -2,7 +2,7 @@
 
 import pytest
 
-from distjax.cluster import roll_call
+from distjax._src.cluster import roll_call
 from tests.processes.sockets import outside_address
 
 

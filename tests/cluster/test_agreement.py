@@ -2,8 +2,8 @@
 
 import pytest
 
-from distjax.cluster import meeting
-from distjax.cluster.meeting import ComparedFact
+from distjax._src.cluster import meeting
+from distjax._src.cluster.meeting import ComparedFact
 from distjax.errors import AgreementError
 from tests.cluster.test_ending import make_job
 

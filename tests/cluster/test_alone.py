@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import devices, joining
+from distjax._src.cluster import devices, joining
 
 SEVERAL = {
     "DISTJAX_NUM_PROCESSES": {"DISTJAX_NUM_PROCESSES": "2"},

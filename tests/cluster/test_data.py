@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from distjax.cluster.data import describe_elements
-from distjax.data.elements import HostTree
+from distjax._src.cluster.data import describe_elements
+from distjax._src.data.elements import HostTree
 
 
 def describe(static):

@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from distjax import errors
-from distjax.cluster import ending, exits, watch
-from distjax.cluster.job import Job
-from distjax.cluster.joining import make_timeouts
-from distjax.cluster.ledger import CAUSE, Ledger, Phase, as_text, mark_of
+from distjax._src.cluster import ending, exits, watch
+from distjax._src.cluster.job import Job
+from distjax._src.cluster.joining import make_timeouts
+from distjax._src.cluster.ledger import CAUSE, Ledger, Phase, as_text, mark_of
 
 LOST = "Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:21893"
 

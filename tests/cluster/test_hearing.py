@@ -2,7 +2,7 @@
 
 import pytest
 
-from distjax.cluster.meeting import failure_of, hear_all, hear_first, require_no_failure
+from distjax._src.cluster.meeting import failure_of, hear_all, hear_first, require_no_failure
 from distjax.errors import CheckpointError
 from tests.cluster.test_ending import make_job
 

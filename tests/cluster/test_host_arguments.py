@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distjax.cluster.programs import checksum
+from distjax._src.cluster.programs import checksum
 
 
 class Pair:

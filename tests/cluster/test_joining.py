@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import distjax as dj
-from distjax import jax_compat
-from distjax.cluster import ending, joining
-from distjax.cluster.job import Settings, job
-from distjax.cluster.joining import make_timeouts
+from distjax._src import jax_compat
+from distjax._src.cluster import ending, joining
+from distjax._src.cluster.job import Settings, job
+from distjax._src.cluster.joining import make_timeouts
 from distjax.errors import ClusterError
 from tests.processes.sockets import addresses_that_listen
 

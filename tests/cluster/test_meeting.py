@@ -6,8 +6,8 @@ import threading
 import jax
 import pytest
 
-from distjax.cluster import meeting
-from distjax.cluster.ledger import Ledger, Phase, as_text, mark_of, phase, tell
+from distjax._src.cluster import meeting
+from distjax._src.cluster.ledger import Ledger, Phase, as_text, mark_of, phase, tell
 from distjax.errors import PeerLostError, StuckError
 from tests.cluster.test_ending import Store, fail_for_good, make_job
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from distjax.cluster import roll_call
-from distjax.cluster.job import Settings
-from distjax.cluster.joining import make_timeouts
+from distjax._src.cluster import roll_call
+from distjax._src.cluster.job import Settings
+from distjax._src.cluster.joining import make_timeouts
 from distjax.errors import ClusterError
 from tests.processes.jobs import free_address
 

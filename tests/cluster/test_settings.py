@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from distjax.cluster import joining as module
-from distjax.cluster.joining import Request, as_device_ids, find_settings, make_timeouts
+from distjax._src.cluster import joining as module
+from distjax._src.cluster.joining import Request, as_device_ids, find_settings, make_timeouts
 from distjax.errors import ClusterError
 
 TIMEOUTS = make_timeouts(60, 10, 10, 600.0, None, 3600.0)

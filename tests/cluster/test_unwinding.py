@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from distjax.cluster import watch
-from distjax.cluster.ledger import Launch, Ledger, Phase, mark_of
-from distjax.cluster.watch import Unwinding
+from distjax._src.cluster import watch
+from distjax._src.cluster.ledger import Launch, Ledger, Phase, mark_of
+from distjax._src.cluster.watch import Unwinding
 from tests.cluster.test_watch import Ended, Token, launch, look_all, make_processes
 
 TRAIN = Launch("train")

@@ -10,9 +10,9 @@ import types
 import jax
 import pytest
 
-from distjax.cluster import exits, watch
-from distjax.cluster import ledger as ledger_module
-from distjax.cluster.ledger import (
+from distjax._src.cluster import exits, watch
+from distjax._src.cluster import ledger as ledger_module
+from distjax._src.cluster.ledger import (
     Launch,
     Ledger,
     Phase,

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.collectives.reductions import packs
+from distjax._src.collectives.reductions import packs
 
 IMPLEMENTATION = dj.CommunicationImplementation
 

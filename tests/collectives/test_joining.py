@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import distjax as dj
-from distjax import jax_compat
-from distjax.collectives.mapping import is_replica_map, join_maps, map_replicas
+from distjax._src import jax_compat
+from distjax._src.collectives.mapping import is_replica_map, join_maps, map_replicas
 from tests.replicas import ids
 
 R = 4

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.strategies.default import DEFAULT_STRATEGY
 from distjax.errors import StrategyMismatchError
-from distjax.strategies.default import DEFAULT_STRATEGY
 from tests.replicas import counted, everywhere, ids, local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import distjax as dj
+from distjax._src.strategies.default import DEFAULT_STRATEGY
 from distjax.errors import TraceLeakError
-from distjax.strategies.default import DEFAULT_STRATEGY
 from tests.replicas import everywhere, local, num_copies
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation

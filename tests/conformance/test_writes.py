@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.strategies.default import DEFAULT_STRATEGY
 from distjax.errors import AggregationError, LocalityError
-from distjax.strategies.default import DEFAULT_STRATEGY
 from tests.replicas import here, local, num_copies, per_replica
 
 NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.context import frames, scoping
+from distjax._src.context import frames, scoping
 
 FILES = {frames.__file__, scoping.__file__}
 

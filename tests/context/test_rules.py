@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
+from distjax._src.strategies.default import DEFAULT_STRATEGY
 from distjax.errors import ContextError, MergeError, StrategyMismatchError
-from distjax.strategies.default import DEFAULT_STRATEGY
 from tests.replicas import ids
 
 MIXING = "Mixing different tf.distribute.Strategy objects"

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import distjax as dj
-from distjax.context import frames
+from distjax._src.context import frames
 from distjax.errors import ContextError, StrategyMismatchError
 from tests.context.test_threads import in_thread
 

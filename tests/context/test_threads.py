@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax.context import frames
+from distjax._src.context import frames
 from distjax.errors import ContextError
 from tests.replicas import ids, local
 

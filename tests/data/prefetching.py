@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.data.iterator import THREAD_NAME
+from distjax._src.data.iterator import THREAD_NAME
 
 SECONDS = 60
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.data import input_layout
-from distjax.data.input_layout import InputLayout
-from distjax.placement.topology import mesh_topology, one_device_topology
+from distjax._src.data import input_layout
+from distjax._src.data.input_layout import InputLayout
+from distjax._src.placement.topology import mesh_topology, one_device_topology
 
 ROWS = 16  # float32: 64 bytes, so that the part of each replica is aligned
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.context import frames
+from distjax._src.context import frames
 from tests.data.prefetching import (
     SECONDS,
     endless,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.data.iterator import Prefetcher
+from distjax._src.data.iterator import Prefetcher
 from distjax.errors import ContextError
 from tests.data.prefetching import (
     SECONDS,
@@ -165,7 +165,7 @@ def test_a_program_ends_while_threads_run():
 import threading
 import numpy as np
 import distjax as dj
-from distjax.data import iterator
+from distjax._src.data import iterator
 
 iterator._EXIT_SECONDS = 0.1
 strategy = dj.VirtualStrategy(2)

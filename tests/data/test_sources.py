@@ -208,9 +208,9 @@ def test_tf_data(pair, options):
 
 
 def test_no_data_library_is_imported():
-    """distjax.data works by protocols: importing it brings none of them in."""
+    """distjax._src.data works by protocols: importing it brings none of them in."""
     code = (
-        "import sys, distjax.data.dataset; "
+        "import sys, distjax._src.data.dataset; "
         "print([m for m in ('torch', 'tensorflow', 'grain') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

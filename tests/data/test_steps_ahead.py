@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.context import frames
-from distjax.data.iterator import THREAD_NAME
+from distjax._src.context import frames
+from distjax._src.data.iterator import THREAD_NAME
 from tests.replicas import local
 
 SECONDS = 60

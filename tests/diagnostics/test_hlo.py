@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from distjax.diagnostics.collectives import count_collectives, type_bytes
+from distjax._src.diagnostics.collectives import count_collectives, type_bytes
 
 REPLICAS = 8
 

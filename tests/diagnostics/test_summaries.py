@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.diagnostics import summaries
+from distjax._src.diagnostics import summaries
 from tests.replicas import ids
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import distjax as dj
-from distjax.replica.analysis import blind
+from distjax._src.replica.analysis import blind
 
 
 @dataclasses.dataclass

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.replica.analysis import Analysis, blind
 from distjax.errors import DivergenceError
-from distjax.replica.analysis import Analysis, blind
 from tests.differential import transformed
 from tests.differential.drawn import Drawing
 from tests.differential.outcomes import per_replica_leaves

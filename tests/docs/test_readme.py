@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from distjax import hooks
+from distjax._src import hooks
 from tests.test_floors import FLOORS, KERNEL
 from tests.wrong_programs import test_wrong_programs as wrong_programs
 

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import distjax as dj
-from distjax import jax_compat
+from distjax._src import jax_compat
 
 STRATEGIES = {
     "mirrored": dj.MirroredStrategy,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.flax import graphs
+from distjax._src.flax import graphs
 
 
 @pytest.fixture

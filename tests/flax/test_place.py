@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax._src.flax.create import make_initializer
 from distjax.errors import LocalityError, StrategyMismatchError, TraceLeakError
-from distjax.flax.create import make_initializer
 from tests.flax.image_loop import Classifier, values
 
 PLACES = {

@@ -5,7 +5,7 @@ import importlib.util
 import jax
 from flax import nnx
 
-from distjax.flax import graphs
+from distjax._src.flax import graphs
 
 
 def load_anew():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.variables import partitioners
 from distjax.errors import BatchError
-from distjax.variables import partitioners
 from tests.golden.distjax_side import make_strategy, plain
 from tests.golden.records import Ruling, check, difference, load, outcome_of
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import distjax as dj
+from distjax._src.lint import between_runs
 from distjax.errors import CheckError, LocalityWarning, ReductionWarning
-from distjax.lint import between_runs
 from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
     BATCH,

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax._src.lint.findings import expected_state_fix
 from distjax.errors import CheckError, ReductionWarning
-from distjax.lint.findings import expected_state_fix
 from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
     BATCH,

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.jax_compat import Tracer
+from distjax._src.jax_compat import Tracer
 
 MEAN = dj.VariableAggregation.MEAN
 

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax._src.objects import walk
 from distjax.errors import TraceLeakError
-from distjax.objects import walk
 
 ONE = jnp.float32(1)
 

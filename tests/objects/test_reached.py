@@ -21,9 +21,9 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import distjax as dj
-from distjax import user_lines
-from distjax.objects import reached
-from distjax.objects.reached import Reached
+from distjax._src import user_lines
+from distjax._src.objects import reached
+from distjax._src.objects.reached import Reached
 
 pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.ReductionWarning")
 THERE = None

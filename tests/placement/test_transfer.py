@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.placement.transfer import transfer_each
+from distjax._src.placement.transfer import transfer_each
 
 DTYPES = [np.float64, np.int64, np.int8, np.bool_, np.complex64, np.float16, ml_dtypes.bfloat16]
 KINDS = {

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax import hooks
-from distjax.cluster import devices, joining
-from distjax.cluster.job import job
-from distjax.cluster.ledger import ledger
-from distjax.cluster.meeting import ComparedFact, agree
+from distjax._src import hooks
+from distjax._src.cluster import devices, joining
+from distjax._src.cluster.job import job
+from distjax._src.cluster.ledger import ledger
+from distjax._src.cluster.meeting import ComparedFact, agree
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster.job import job
-from distjax.cluster.meeting import exchange
+from distjax._src.cluster.job import job
+from distjax._src.cluster.meeting import exchange
 from tests.processes import groups
 from tests.processes.test_local_views import STRATEGIES
 
@@ -83,7 +83,7 @@ def save_beside_what_cannot_be_removed(directory):
             left.mkdir(parents=True)
         checkpointer.all_steps()  # process 0 looks for all: a meeting
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("distjax.checkpoint.storage.shutil.rmtree", refuse)
+            patch.setattr("distjax._src.checkpoint.storage.shutil.rmtree", refuse)
             said = said_by(lambda: checkpointer.save(1, {"n": 1}))
         checkpointer.save(2, {"n": 1})
         return said[1], checkpointer.all_steps(), sorted(os.listdir(directory))
@@ -178,7 +178,7 @@ def lose_a_process(directory):
         checkpointer.save(1, [v])
         checkpointer.wait()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("distjax.cluster.meeting.exchange", wait_in_vain)
+            patch.setattr("distjax._src.cluster.meeting.exchange", wait_in_vain)
             for do in (lambda: checkpointer.save(2, [v]), lambda: checkpointer.restore([v])):
                 with pytest.raises(dj.errors.StuckError, match="^no process 2$"):
                     do()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import devices
-from distjax.cluster.job import job
+from distjax._src.cluster import devices
+from distjax._src.cluster.job import job
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess

@@ -126,7 +126,7 @@ SLOW_WORK_OF_ONE = """
 import time
 import numpy as np
 import orbax.checkpoint as ocp
-from distjax.cluster import ending, meeting
+from distjax._src.cluster import ending, meeting
 dj.initialize(ADDRESS, P, I, meeting_timeout=1)
 ending._SHARE = 0.3
 BEGUN, WAITED = (os.path.join(os.environ["TEST_DIRECTORY"], name) for name in ("begun", "waited"))

@@ -42,7 +42,7 @@ def test_by_arguments_nothing_listens_beyond_loopback():
 import socket, threading
 import distjax as dj
 import jax
-from distjax.cluster.job import job
+from distjax._src.cluster.job import job
 from distjax.errors import ClusterError
 address = ADDRESS.replace("127.0.0.1", "localhost")
 dj.initialize(address, P, I, step_deadline=30.0)
@@ -123,7 +123,7 @@ def test_one_process_alone_has_no_job_and_ends_as_python_does():
         + """
 import distjax as dj
 import jax
-from distjax.cluster.job import job
+from distjax._src.cluster.job import job
 dj.initialize()
 dj.initialize()
 def use_a_backend():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.cluster import joining
-from distjax.cluster.job import job
+from distjax._src.cluster import joining
+from distjax._src.cluster.job import job
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess

@@ -48,7 +48,7 @@ _num_exchanges = 0
 
 def exchange(value: Any) -> list[Any]:
     """Returns what each process of the job gave, by its number: JSON, without a device."""
-    from distjax.cluster.job import job
+    from distjax._src.cluster.job import job
 
     global _num_exchanges
     _num_exchanges += 1

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax.program import launch
-from distjax.variables import storage
+from distjax._src.program import launch
+from distjax._src.variables import storage
 
 PACKAGE = str(Path(dj.__file__).parent)
 JAX = str(Path(jax.__file__).parent)

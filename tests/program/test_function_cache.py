@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import distjax as dj
-from distjax.program.functions import FunctionCache
+from distjax._src.program.functions import FunctionCache
 from tests.replicas import ids, local, per_replica
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.strategies import reducing
-from distjax.variables.layouts import HostLayout
+from distjax._src.strategies import reducing
+from distjax._src.variables.layouts import HostLayout
 from tests.own_threads import in_threads
 from tests.replicas import local
 

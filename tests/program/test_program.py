@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.context import frames
+from distjax._src.context import frames
 from distjax.errors import LocalityError
 from tests.replicas import ids, local, per_replica
 

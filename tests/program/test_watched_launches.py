@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distjax.collectives import eager
-from distjax.program import launch
-from distjax.program.discovery import _find_completion
+from distjax._src.collectives import eager
+from distjax._src.program import launch
+from distjax._src.program.discovery import _find_completion
 
 LARGE, KEY = jnp.ones(257), jax.random.key(0)
 

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import distjax as dj
+from distjax._src.replica import analysis
 from distjax.errors import DivergenceError
-from distjax.replica import analysis
 
 AXIS = "replica"
 

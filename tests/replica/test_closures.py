@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.replica.merge import ClosureValues
+from distjax._src.replica.merge import ClosureValues
 from tests.replicas import ids, local
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import distjax as dj
-from distjax.replica import analysis
+from distjax._src.replica import analysis
 from tests.replica import primitives
 
 AXIS = "replica"

@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 
-from distjax.servers.coordinator import Coordinator
-from distjax.servers.engine import WorkerDied
+from distjax._src.servers.coordinator import Coordinator
+from distjax._src.servers.engine import WorkerDied
 from tests.servers.hand_made import HandMade, two_counters, two_stages
 
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax.jax_compat import ShapedArray
-from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.board import Board
-from distjax.servers.engine import ThreadEngine
-from distjax.servers.plan import Program, Push, Stage, StepPlan
+from distjax._src.jax_compat import ShapedArray
+from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax._src.servers.board import Board
+from distjax._src.servers.engine import ThreadEngine
+from distjax._src.servers.plan import Program, Push, Stage, StepPlan
 
 
 def numbers(count, dtype=np.float32, shape=()):

@@ -6,8 +6,8 @@ import threading
 import jax
 import numpy as np
 
-from distjax.servers.coordinator import Coordinator
-from distjax.servers.engine import WorkerDied
+from distjax._src.servers.coordinator import Coordinator
+from distjax._src.servers.engine import WorkerDied
 from tests.servers.hand_made import HandMade, sgd
 
 

@@ -1,6 +1,6 @@
 """Random schedules of closures through `Deadlines`, in no time and without threads."""
 
-from distjax.servers.engine import Deadlines
+from distjax._src.servers.engine import Deadlines
 
 
 class Worker:

@@ -141,7 +141,7 @@ def test_an_interrupt_at_any_line_sends_all_or_nothing(served):
         found = [float(v.value[0]) for v in (a, b)]
         assert found in ([before, before], [before + 1, before + 1]), found
 
-    frames = in_packages("distjax.program.launch", "distjax.servers.storage")
+    frames = in_packages("distjax._src.program.launch", "distjax._src.servers.storage")
     campaign(lambda: (float(a.value[0]), step), check, frames, limit=200)
 
 
@@ -166,5 +166,5 @@ def test_an_interrupt_keeps_objects_with_what_was_sent(served):
     def check(before, outcome):
         assert float(a.value[0]) == float(counter.count[...][0]), "sent, and written back"
 
-    frames = in_packages("distjax.program.launch", "distjax.servers.storage")
+    frames = in_packages("distjax._src.program.launch", "distjax._src.servers.storage")
     campaign(lambda: (None, step), check, frames, limit=200)

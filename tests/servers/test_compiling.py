@@ -18,12 +18,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
-from distjax.context.thread_settings import ProgramModes
-from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.coordinator import Coordinator
-from distjax.servers.engine import ThreadEngine
-from distjax.servers.on_ray import wire
-from distjax.servers.storage import parts_of
+from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax._src.servers.coordinator import Coordinator
+from distjax._src.servers.engine import ThreadEngine
+from distjax._src.servers.on_ray import wire
+from distjax._src.servers.storage import parts_of
 from tests.servers.hand_made import HandMade, sgd
 from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step
 
@@ -199,7 +199,7 @@ class Handle:
 
 @pytest.mark.parametrize("size", [3, 600])  # of which 600 x 600 numbers are placed on arrival
 def test_ray_workers_compile_before_they_pull(size, monkeypatch):
-    from distjax.servers.on_ray import actors
+    from distjax._src.servers.on_ray import actors
 
     # Not Ray itself: an engine imports it before anyone else.
     exceptions = types.SimpleNamespace(RayActorError=OSError, RayTaskError=OSError)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.servers import coordinator as coordinator_module
+from distjax._src.servers.coordinator import Coordinator, run_step
+from distjax._src.servers.engine import WorkerDied
+from distjax._src.servers.per_worker import PerWorkerValues
+from distjax._src.servers.server import ServerDied
 from distjax.errors import ClosureError, EndOfDataError, ServerLostError
-from distjax.servers import coordinator as coordinator_module
-from distjax.servers.coordinator import Coordinator, run_step
-from distjax.servers.engine import WorkerDied
-from distjax.servers.per_worker import PerWorkerValues
-from distjax.servers.server import ServerDied
 from tests.faults.four_parts import is_explained
 from tests.servers.faults import run_with_faults
 from tests.servers.hand_made import HandMade, counter, read_total, two_counters, two_stages

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.servers.plan import count_writes
+from distjax._src.servers.plan import count_writes
 from tests.servers.serial import SerialStrategy
 
 SERVERS = (1, 2, 3)

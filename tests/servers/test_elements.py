@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers.board import Closure
-from distjax.servers.engine import WorkerDied
-from distjax.servers.per_worker import Cursor, DataEnded, Elements, PerWorkerIterator
+from distjax._src.servers.board import Closure
+from distjax._src.servers.engine import WorkerDied
+from distjax._src.servers.per_worker import Cursor, DataEnded, Elements, PerWorkerIterator
 
 
 class Counting:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from distjax.servers.engine import Deadlines, Gate
+from distjax._src.servers.engine import Deadlines, Gate
 from tests.servers.hand_made import counter
 from tests.servers.staleness import run_random_schedule
 

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 import distjax as dj
-from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.servers.engine import Attempt, Task, WorkerDied
-from distjax.servers.plan import Programs
-from distjax.servers.server import Answer
+from distjax._src.modes import VariableAggregation, VariableSynchronization
+from distjax._src.servers.engine import Attempt, Task, WorkerDied
+from distjax._src.servers.plan import Programs
+from distjax._src.servers.server import Answer
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
 from tests.servers.serial import SerialStrategy

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers import board as boards
-from distjax.servers.board import Board
-from distjax.servers.coordinator import Coordinator
+from distjax._src.servers import board as boards
+from distjax._src.servers.board import Board
+from distjax._src.servers.coordinator import Coordinator
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
-from distjax.jax_compat import Literal
-from distjax.servers.cutting import plans
-from distjax.servers.cutting.stages import equations_at_worker, opened, results_by_server
+from distjax._src.jax_compat import Literal
+from distjax._src.servers.cutting import plans
+from distjax._src.servers.cutting.stages import equations_at_worker, opened, results_by_server
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same, train
 

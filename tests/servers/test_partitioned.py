@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.servers.storage import ServerPlacement
+from distjax._src.servers.storage import ServerPlacement
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same
 from tests.servers.test_refusals import assert_refused

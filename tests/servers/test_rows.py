@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distjax.servers.cutting.code import trace_code
-from distjax.servers.cutting.rows import in_shards
+from distjax._src.servers.cutting.code import trace_code
+from distjax._src.servers.cutting.rows import in_shards
 
 ROWS, COLUMNS = 10, 4
 WHOLE = ()

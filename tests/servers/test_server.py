@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
+from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax._src.servers.plan import Program, Push
+from distjax._src.servers.server import RefusedPush, Server, ServerDied
 from distjax.errors import ServerLostError
-from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.servers.plan import Program, Push
-from distjax.servers.server import RefusedPush, Server, ServerDied
 
 
 def to_total(fn, num_answers=0):

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import distjax as dj
+from distjax._src.placement.rows import is_split_over_replicas
 from distjax.errors import LocalityError
-from distjax.placement.rows import is_split_over_replicas
 from tests.replicas import counted, ids, local
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import distjax as dj
-from distjax.replica.arguments import Static
+from distjax._src.replica.arguments import Static
 from distjax.testing.hlo import count_collectives
 
 NUM_STEPS, WIDTH, ROWS = 6, 64, 16

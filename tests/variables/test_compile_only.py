@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax import jax_compat
+from distjax._src import jax_compat
 from distjax.errors import UnsupportedError
 
 AGG, SYNC = dj.VariableAggregation, dj.VariableSynchronization

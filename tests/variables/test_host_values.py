@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.variables import variable
+from distjax._src.variables import variable
 
 ON_READ, SUM = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
 MEAN = dj.VariableAggregation.MEAN

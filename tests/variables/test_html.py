@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distjax as dj
-from distjax.modes import VariableAggregation
+from distjax._src.modes import VariableAggregation
 
 ON_READ = dj.VariableSynchronization.ON_READ
 

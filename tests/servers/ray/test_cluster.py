@@ -14,12 +14,12 @@ import pytest
 from jax import export
 
 import distjax as dj
-from distjax.context.thread_settings import ProgramModes
+from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.servers.on_ray import processes
+from distjax._src.servers.on_ray.actors import WorkerActor, _Gone
+from distjax._src.servers.on_ray.processes import RayWorkers
+from distjax._src.servers.on_ray.wire import Order, ServerGone, StableFunction
 from distjax.errors import ClusterError, UnsupportedError
-from distjax.servers.on_ray import processes
-from distjax.servers.on_ray.actors import WorkerActor, _Gone
-from distjax.servers.on_ray.processes import RayWorkers
-from distjax.servers.on_ray.wire import Order, ServerGone, StableFunction
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
 
@@ -171,7 +171,7 @@ def test_a_callback_is_refused_where_a_program_is_read_too():
 def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
     import ray
 
-    from distjax.servers.on_ray import processes as module
+    from distjax._src.servers.on_ray import processes as module
 
     ended = []
     monkeypatch.setattr(module, "_started", True)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax._src.servers.engine import WorkerDied
+from distjax._src.servers.on_ray.actors import WorkerActor
+from distjax._src.servers.on_ray.engine import RemoteData, Sent, _DrawnElement
+from distjax._src.servers.on_ray.wire import Done
+from distjax._src.servers.per_worker import RemoteArray
 from distjax.errors import EndOfDataError
-from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.actors import WorkerActor
-from distjax.servers.on_ray.engine import RemoteData, Sent, _DrawnElement
-from distjax.servers.on_ray.wire import Done
-from distjax.servers.per_worker import RemoteArray
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 import distjax as dj
+from distjax._src.servers.on_ray.engine import Sent
+from distjax._src.servers.on_ray.wire import Failed
+from distjax._src.servers.server import RefusedPush
 from distjax.errors import UnsupportedError
-from distjax.servers.on_ray.engine import Sent
-from distjax.servers.on_ray.wire import Failed
-from distjax.servers.server import RefusedPush
 from tests.servers.ray.conftest import make_engine
 from tests.servers.ray.kills import Counters, run_with_dead_servers, run_with_dead_workers
 from tests.servers.test_groups import Training as GroupTraining

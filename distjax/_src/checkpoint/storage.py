@@ -1,0 +1,741 @@
+"""Storage: the steps in a directory, written in the background by orbax.
+
+One `CheckpointManager` writes, from the first save on. It is asked nothing: the steps are the
+folders with a number for a name, and a step's description is a JSON file, so a look takes neither a
+manager nor the other processes. Ctrl-C, which orbax would take for a failure of its own, waits
+until orbax returns; where that may take long, in a thread of its own, it ends only the wait.
+
+The processes of a job do the same, and hear how it went (`hear_all`): orbax's save, restore and
+removal run programs over all devices, in which the others would wait for a process that has raised.
+So each process first tries to write, reads its own part without the others, and process 0 alone
+looks at the directory and removes a step.
+
+- A step is complete or absent: it is written under another name and then renamed, and one to be
+  removed is renamed first. So a kill leaves only whole steps. The next process that saves removes
+  what a killed one left behind: a directory has one writing process (or job).
+- A background failure is raised by the next call, and the next save starts with a new manager,
+  since orbax's counts a failed step as present.
+- Values are as of the call. Orbax copies from an accelerator before its `save` returns. On a CPU it
+  reads the buffer itself, and JAX does not donate a buffer while numpy views it: it copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+
+from distjax._src.checkpoint.leaves import Leaf, encode_array
+from distjax._src.cluster.job import Job, job
+from distjax._src.cluster.ledger import ledger, phase
+from distjax._src.cluster.meeting import (
+    ComparedFact,
+    agree,
+    come_and_hear,
+    failure_of,
+    hear_all,
+    hear_first,
+    require_no_failure,
+)
+from distjax._src.context.thread_settings import settings_of_this_thread
+from distjax._src.interrupts import interrupts
+from distjax._src.placement.transfer import require_wholly_here
+from distjax.errors import (
+    CheckpointError,
+    ClusterError,
+    ContextError,
+    describe_error,
+    describe_value,
+    message,
+    require,
+)
+
+_VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
+_JSON_FILE = "metadata"  # in the latter
+#: Steps are moved here by a rename before their files are removed, so that a process killed
+#: meanwhile leaves no step with half of its files.
+_REMOVED = ".removed"
+#: The suffix of directories that orbax has not completed.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+#: How long a process looks for another's file: network file systems take a moment.
+_LOOK_SECONDS = 5.0
+#: More than orbax writes before the processes have begun to write their parts.
+_ATTEMPT_BYTES = 1 << 14
+_DAY = 86400  # in seconds
+
+#: What a checkpoint needs to be where something is done with it; why it may not be; the fix.
+_NEEDS = {
+    "writing": (
+        "written to the disk",
+        "the disk may be full, the directory closed to this user, or another checkpointer writing "
+        "to it; the step is not complete, those before it are as they were",
+        "make room, or give another directory, and call checkpointer.save(step, tree) again",
+    ),
+    "reading": (
+        "one that distjax wrote, with all its files",
+        "it was written by another program, or files in it are damaged or gone, as those of a step "
+        "that max_to_keep has removed. Nothing has been changed",
+        "restore another step: checkpointer.restore(tree, step=...); checkpointer.all_steps() "
+        "lists them",
+    ),
+    "removing": (
+        "removed from the disk",
+        "the directory may be closed to this user, or the disk read-only",
+        "open it for writing, and call checkpointer.delete(step) again",
+    ),
+}
+T = TypeVar("T")
+
+#: Storages that write, kept here even if nothing else references them.
+saves_under_way: set[Storage] = set()
+# The threads that write are not in a forked process, which would wait for them forever.
+os.register_at_fork(after_in_child=saves_under_way.clear)
+
+
+def wait_for_all() -> None:
+    """Waits for every save; raises the first error of those that fail."""
+    errors: list[Exception] = []
+    for storage in list(saves_under_way):
+        try:
+            storage.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+# A program may end with a save. `atexit` functions run after Python has shut down the thread
+# pools, without which orbax cannot complete a step.
+_register: Any = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(wait_for_all)
+
+
+class Storage:
+    """The checkpoints in one directory.
+
+    Orbax writes a step to a directory of another name and renames it when complete,
+    so that a killed process leaves only complete steps.
+
+    Attributes:
+      job: the job, whose processes all take part; None: this process alone.
+
+    Args:
+      directory: the directory of the steps; created by the first `write`.
+      max_to_keep: how many steps to keep; None: all.
+      best_metric: the metric that selects them; the latest is kept too.
+      best_mode: "max" or "min".
+      local: in a job of several processes, whether they belong to this one alone.
+
+    Raises:
+      CheckpointError: `directory` is a file, or holds something else.
+      TypeError: it is not a path.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        best_metric: str | None,
+        best_mode: str,
+        local: bool,
+    ):
+        self.job = None if local else job()
+        self._is_local = local
+        occasion = "the construction of a Checkpointer"  # the path may be spelled differently
+        hear_first(self.job, occasion, lambda: _require_checkpoint_directory(directory))
+        self.directory = os.path.abspath(os.fspath(directory))
+        if self.job is not None:
+            _require_shared(self.job, occasion, self.directory)
+        self._max_to_keep = max_to_keep
+        self._best_metric = best_metric
+        self._quality: Callable[[Mapping[str, float]], float] | None = None
+        if best_metric is not None:
+            self._quality = functools.partial(_quality, best_metric, best_mode)
+        self._writer: ocp.CheckpointManager | None = None
+        self._process = 0  # that of the writer, whose threads are in no other
+        self._under_way: int | None = None
+
+    def describe_step(self, step: int) -> str:
+        """Returns the name of the checkpoint of `step` in error texts."""
+        return f"the checkpoint of step {step} in {self.directory!r}"
+
+    def agree(
+        self,
+        occasion: str,
+        step: int | None,
+        leaves: Iterable[Leaf] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        """Waits until every process of the job is about to do the same with the same step.
+
+        Values are not compared: numbers and host arrays are saved as process 0 has them.
+
+        Args:
+          occasion: what they are about to do, such as "the save of a checkpoint".
+          step: the step's number; None: the latest.
+          leaves: the leaves of the tree.
+          options: other arguments that decide what happens, by name.
+
+        Raises:
+          AgreementError: the processes differ; nothing has been written or changed.
+          StuckError, PeerLostError: a process does not arrive.
+        """
+        if self.job is None:
+            return
+        # Orbax's writers wait for each other: either all processes have one, or none.
+        is_open = "open" if self._writer is not None else "closed"
+        writer = "the writer, which checkpointer.close() ends on every process or none,"
+        named = {**(options or {}), writer: is_open}
+        known = "the latest" if step is None else str(step)
+        facts = [ComparedFact(f"the step of {occasion}", known)]
+        facts += [ComparedFact(f"{x.key!r} in {occasion}", str(x.spec.to_json())) for x in leaves]
+        facts += [ComparedFact(f"{name} of {occasion}", str(x)) for name, x in named.items()]
+        agree(occasion, facts)
+
+    def _call(self, fn: Callable[[], T], *, is_long: bool = False) -> T:
+        """Returns ``fn()``, which calls orbax: a signal's exception never comes from inside.
+
+        Args:
+          fn: the function.
+          is_long: whether Ctrl-C ends the wait for it, and it goes on by itself.
+        """
+        if self.job is not None:
+            ledger.wait()  # orbax syncs devices: see `begin_launch`
+        if is_long:
+            return _call_apart(fn)
+        with interrupts.held():
+            return fn()
+
+    # -- writing --------------------------------------------------------------
+
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, Any],
+        description: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Starts writing a step, after completing the one in progress.
+
+        Raises:
+          CheckpointError: this step, or the one before, cannot be written; or this process has
+            joined its job later.
+          ContextError: in a forked process.
+        """
+        self._require_origin()
+        self.wait()
+        if self._is_alone_in_a_job:  # orbax rejects single-process arrays there
+            for key, array in arrays.items():
+                require_wholly_here(array, repr(key))
+            arrays = {key: np.array(array) for key, array in arrays.items()}
+            if jax.process_index() != 0:  # orbax writes no single-process arrays here at all
+                values = {key: encode_array(array) for key, array in arrays.items()}
+                description = {**description, "values": {**description["values"], **values}}
+                arrays = {}
+        items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
+        if arrays:
+            items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
+        with self._guard("writing", step):
+            if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
+                attempt = functools.partial(self._try_to_begin, self.job.process_id)
+                hear_all(self.job, "the start of a save", attempt)
+            if self._writer is None:
+                self._process, self._writer = os.getpid(), self._call(self._make_writer)
+            elif self.job is None:
+                self._reload(self._writer)
+            self._under_way = step  # set first, so that an interrupted save is waited for, too
+            saves_under_way.add(self)
+            save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
+            self._call(functools.partial(save, step, metrics=dict(metrics), force=True))
+
+    def _try_to_begin(self, process_id: int) -> None:
+        """Writes a file, and removes it and what a killed process left of its saves.
+
+        Raises:
+          OSError: the directory is closed to this process, read-only or full, or what was left
+            belongs to another user.
+        """
+        os.makedirs(self.directory, exist_ok=True)
+        # Named by the process, so that the next attempt removes what a killed one left.
+        path = Path(self.directory, f".distjax-{process_id}")
+        try:
+            path.write_bytes(bytes(_ATTEMPT_BYTES))
+        finally:
+            path.unlink(missing_ok=True)
+        if process_id == 0 and self._writer is None:
+            for name in os.listdir(self.directory):
+                if name.endswith(_UNFINISHED):
+                    shutil.rmtree(os.path.join(self.directory, name))
+
+    def wait(self) -> None:
+        """Blocks until the save in progress is complete.
+
+        Raises:
+          CheckpointError: the save failed.
+        """
+        if self._under_way is not None and self._writer is not None:
+            self._require_own_process()
+            with self._guard("writing", self._under_way):
+                self._call(self._writer.wait_until_finished, is_long=True)
+        self._set_complete()
+        if self._writer is not None:
+            self._clear_removed()
+
+    def _set_complete(self) -> None:
+        self._under_way = None
+        saves_under_way.discard(self)
+
+    def delete(self, step: int) -> None:
+        """Removes a step; in a job, process 0 does, and all hear whether it could.
+
+        Raises:
+          CheckpointError: it cannot be removed.
+        """
+
+        def remove() -> None:
+            self._require_origin()
+            self._clear_removed()  # of a killed process
+            removed = os.path.join(self.directory, _REMOVED)
+            with self._guard("removing", step, OSError):
+                os.makedirs(removed, exist_ok=True)
+                os.rename(self._path(step), os.path.join(removed, str(step)))
+
+        hear_first(self.job, "the removal of a checkpoint", remove)
+        if self._writer is not None:
+            self._reload(self._writer)
+        self._clear_removed()
+
+    def _reload(self, writer: ocp.CheckpointManager) -> None:
+        """Lets the writer see what another checkpointer has removed, or this one without it."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # one does so right now
+            self._call(writer.reload)
+
+    def _clear_removed(self) -> None:
+        shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits, then stops orbax's threads; does nothing in a forked process."""
+        if self._writer is None or self._process != os.getpid():
+            return
+        try:
+            self.wait()
+        finally:
+            writer = self._let_go()
+            if writer is not None:
+                self._call(writer.close)
+
+    def _let_go(self) -> ocp.CheckpointManager | None:
+        """Returns the writer, which is not used any more."""
+        writer, self._writer = self._writer, None
+        return writer
+
+    @contextlib.contextmanager
+    def _guard(
+        self, doing: str, step: int, failures: type[Exception] = Exception
+    ) -> Generator[None]:
+        """Turns failures while a step is written, read or removed into a CheckpointError."""
+        try:
+            with phase(f"{doing} {self.describe_step(step)}"):
+                yield
+        except ClusterError:  # a process is lost, or does something else
+            raise
+        except failures as error:
+            if doing == "writing":
+                self._set_complete()
+                failed = self._let_go()  # it would count the step as present
+                if failed is not None:
+                    with contextlib.suppress(Exception):  # it may raise the same error again
+                        failed.close()
+            needs, why, fix = _NEEDS[doing]
+            needs = f"{self.describe_step(step)} needs to be {needs}"
+            text = message(needs, got=describe_error(error), why=why, fix=fix)
+            raise CheckpointError(text) from error
+
+    # -- reading --------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Returns the complete steps, in order."""
+        return self._ask("a look at the steps", self._list_steps)
+
+    def _list_steps(self) -> list[int]:
+        if not os.path.isdir(self.directory):
+            return []
+        with os.scandir(self.directory) as entries:
+            return sorted(int(x.name) for x in entries if x.name.isdecimal() and x.is_dir())
+
+    def best_step(self) -> int | None:
+        """Returns the best step by the metric, or None if no step has it."""
+        quality = self._quality
+        if quality is None:
+            return None
+
+        def look() -> int | None:
+            found: list[tuple[float, int]] = []
+            for step in self._list_steps():
+                # One without a description was removed meanwhile, or is of another program.
+                with self._guard("reading", step), contextlib.suppress(FileNotFoundError):
+                    metrics = self._read_description(step).get("metrics", {})
+                    if self._best_metric in metrics:
+                        found.append((quality(metrics), step))
+            return max(found)[1] if found else None
+
+        return self._ask("a look at the best step", look)
+
+    def description(self, step: int) -> dict[str, Any]:
+        """Returns the step's description.
+
+        Raises:
+          CheckpointError: it was not written by distjax, or is damaged.
+        """
+
+        def look() -> Any:
+            with self._guard("reading", step):
+                found = self._read_description(step)
+                if not {"format", "keys", "values"} <= set(found):
+                    raise ValueError("a description that lacks its format, keys or values")
+                return found
+
+        return self._ask("a look at the description of a step", look)
+
+    def _read_description(self, step: int) -> dict[str, Any]:
+        with open(os.path.join(self._path(step), _DESCRIPTION, _JSON_FILE), "rb") as file:
+            return json.load(file)
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.directory, str(step))
+
+    def _ask(self, occasion: str, look: Callable[[], T]) -> T:
+        """Returns process 0's ``look()`` on every process.
+
+        Raises:
+          CheckpointError: the directory is closed to this user, say.
+        """
+
+        def answer() -> T:
+            self._require_origin()
+            try:
+                return look()
+            except OSError as error:
+                raise CheckpointError(
+                    message(
+                        f"{occasion} needs a directory that can be read, {self.directory!r}",
+                        got=describe_error(error),
+                        why="the steps are folders in it; in a job, process 0 looks for all",
+                        fix="open it to this user: `chmod`, or another mount",
+                    )
+                ) from error
+
+        return hear_first(self.job, occasion, answer)
+
+    def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
+        """Returns the arrays of some keys, on devices or (None) in host memory.
+
+        Each process of a job reads its own parts, without the others: orbax's restore ends in a
+        program over all of them, for which they would wait where one cannot read.
+
+        Raises:
+          CheckpointError: the files are damaged; on all processes, if one cannot read its parts.
+        """
+        if not shardings:
+            return {}
+        if self._is_alone_in_a_job:
+            shardings = dict.fromkeys(shardings)
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(shardings, 0),
+            restore_args={key: _restore_args(s) for key, s in shardings.items()},
+            partial_restore=True,
+        )
+        found: dict[str, Any] = {}
+
+        def read() -> None:
+            alone = _processes(is_alone=True)
+            handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+            with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+                values = reader.restore(os.path.join(self._path(step), _VALUES), args=args)
+                found.update(jax.block_until_ready(values))
+
+        self._require_origin()
+        with self._guard("reading", step):
+            do = functools.partial(self._call, read, is_long=True)
+            hear_all(self.job, "the reading of a checkpoint", do)
+        return found
+
+    @property
+    def _is_alone_in_a_job(self) -> bool:
+        return self.job is None and job() is not None
+
+    # -- who may use it ---------------------------------------------------------
+
+    def _require_own_process(self) -> None:
+        """Raises a ContextError in a process forked from the one that writes files."""
+        require(
+            self._writer is None or self._process == os.getpid(),
+            "a Checkpointer needs to be used in the process that began to use it",
+            got=f"process {os.getpid()}, forked from process {self._process}",
+            why="the threads that read and write files are not in it, so it would wait forever",
+            fix="a new one in the new process: dj.checkpoint.Checkpointer(directory)",
+            error=ContextError,
+        )
+
+    def _require_origin(self) -> None:
+        """Raises unless it is used in the process and in the job that it was made in."""
+        self._require_own_process()
+        now = job()
+        require(
+            self._is_local or now is self.job or now is None,
+            "Checkpointer needs to be constructed after the process has joined its job",
+            got="one made before dj.initialize, in what is now "
+            + ("a job" if now is None else now.name_process(now.process_id)),
+            why="each process would save by itself, all into one directory",
+            fix="dj.initialize() at the start of the program; for what one process alone "
+            "keeps: dj.checkpoint.Checkpointer(directory, local=True)",
+            error=CheckpointError,
+        )
+
+    # -- orbax ----------------------------------------------------------------
+
+    def _make_writer(self) -> ocp.CheckpointManager:
+        processes = _processes(is_alone=self.job is None)
+        os.makedirs(self.directory, exist_ok=True)
+        policies = ocp.checkpoint_managers
+        kept: Any = policies.LatestN(self._max_to_keep)
+        if self._max_to_keep is not None and self._quality is not None:
+            best = policies.BestN(get_metric_fn=self._quality, n=self._max_to_keep)
+            kept = policies.AnyPreservationPolicy([policies.LatestN(1), best])
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            multiprocessing_options=processes,
+            # Processes wait for a directory by the number of the save, which differs between them
+            # once one has saved alone: they would not wait.
+            async_options=ocp.AsyncOptions(
+                create_directories_asynchronously=job() is None,
+                barrier_sync_fn=None if self.job is None else _WriteBarrier(self.job),
+                timeout_secs=_DAY if self.job is None else math.ceil(self.job.timeouts.phase),
+            ),
+            cleanup_tmp_directories=True,  # what a killed process left
+            todelete_subdir=_REMOVED,
+            preservation_policy=kept,
+            best_fn=self._quality,
+            best_mode="max",
+        )
+        handlers = {  # orbax's default ones belong to process 0
+            _DESCRIPTION: ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
+            _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+        }
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+
+
+def _processes(*, is_alone: bool) -> ocp.options.MultiprocessingOptions:
+    """Returns who takes part: the whole job, or this process alone."""
+    if job() is None or not is_alone:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
+
+
+def _quality(metric: str, mode: str, metrics: Mapping[str, float]) -> float:
+    """Returns how good a step is, from its metrics: greater is better; NaN is the worst."""
+    value = float(metrics.get(metric, math.nan))
+    if math.isnan(value):
+        return -math.inf
+    return value if mode == "max" else -value
+
+
+def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:
+    """Returns how to read an array: laid out on devices, or (None) to host memory."""
+    if sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def _call_apart(fn: Callable[[], T]) -> T:
+    """Returns ``fn()``, called in a thread of its own, with the settings of this one.
+
+    Ctrl-C ends the wait for it, but not the call.
+    """
+    settings, ended = settings_of_this_thread(), list[tuple[Any, BaseException | None]]()
+
+    def call() -> None:
+        try:
+            with settings():
+                ended.append((fn(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=call, name="distjax-checkpoint", daemon=True)
+    thread.start()
+    thread.join()
+    value, error = ended.pop()
+    if error is not None:
+        raise error
+    return value
+
+
+# -- what a directory may hold, and who sees it -------------------------------------
+
+
+def _require_checkpoint_directory(directory: object) -> None:
+    """Raises unless `directory` is a path to checkpoints, or to nothing yet.
+
+    Raises:
+      CheckpointError: it is a file, or a directory of something else.
+      TypeError: it is not a path.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            message(
+                "Checkpointer needs the path of a directory",
+                got=describe_value(directory),
+                why="a folder is made in it for each step",
+                fix="dj.checkpoint.Checkpointer('runs/first')",
+            )
+        )
+    text = os.fspath(directory)
+    path = Path(text)
+    fix = "dj.checkpoint.Checkpointer('runs/first')"
+    if "://" in text:
+        got, fix = "a URL", "mount the bucket, and pass the path where it is mounted"
+    elif path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        if not names or any(name.isdigit() or name.endswith(_UNFINISHED) for name in names):
+            return
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        got = f"a directory of something else ({some})"
+        fix = f"dj.checkpoint.Checkpointer({str(path / 'checkpoints')!r})"
+    elif path.exists():
+        got = "a file"
+    else:
+        return
+    raise CheckpointError(
+        message(
+            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
+            got=got,
+            why="a folder is made in it for each step, and old ones are removed",
+            fix=fix,
+        )
+    )
+
+
+def _require_shared(joined: Job, occasion: str, directory: str) -> None:
+    """Creates the directory, and raises on every process unless all see the same one.
+
+    Process 0 leaves a file there until the others have seen it. Where it cannot write, nothing will
+    be saved, and what the others see is not compared.
+
+    Raises:
+      CheckpointError: a process sees another directory; nothing is left in it.
+    """
+    token = hear_first(joined, occasion, lambda: _leave_token(directory))
+    if token is None:
+        return
+    try:
+        said = hear_all(joined, occasion, lambda: [_sees(directory, token), directory])
+    finally:
+        if joined.process_id == 0:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(directory, token))
+    differ = [i for i, (sees, _) in enumerate(said) if not sees]
+    own, other = said[0][1], said[(differ or [0])[0]][1]
+    found = f"looked in {other!r}" if other != own else "found something else"
+    require(
+        not differ,
+        "Checkpointer needs a directory that all processes of the job share",
+        got=f"{own!r} on process 0, where {', '.join(map(joined.name_process, differ))} {found}",
+        why="each process writes its part of a step, and process 0 completes it",
+        fix="a path on a shared file system, the same on every process; for what one process "
+        "alone keeps: dj.checkpoint.Checkpointer(directory, local=True)",
+        error=CheckpointError,
+    )
+
+
+def _leave_token(directory: str) -> str | None:
+    token = f".distjax-{secrets.token_hex(8)}"
+    try:
+        os.makedirs(directory, exist_ok=True)
+        Path(directory, token).touch()
+    except OSError:
+        return None
+    return token
+
+
+def _sees(directory: str, token: str) -> bool:
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if token in os.listdir(directory):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+# -- how the processes of a job write ------------------------------------------------
+
+_barrier_numbers = itertools.count()
+
+
+class _WriteBarrier:
+    """Where the processes wait for each other while they write a step; called by orbax.
+
+    Orbax's own barriers do not know of failures: a process that cannot write goes on to a later
+    barrier than the one at which the others wait, and all of them wait until they time out. Here
+    all come to the next barrier, whichever it is, and one that has failed says so. One writer's
+    barriers come one at a time, in the same order everywhere.
+
+    Args:
+      joined: the job, whose processes make as many writers, in the same order.
+    """
+
+    def __init__(self, joined: Job):
+        self._job, self._place = joined, f"distjax/writing/{next(_barrier_numbers)}"
+        self._count = 0
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits until all processes are here; in a process that has failed, tells them.
+
+        Args:
+          key: orbax's name for the barrier; unused.
+          timeout_ms: how long to wait for the last one, unless it is at slow work.
+
+        Raises:
+          RuntimeError: another process has failed; with its error's text.
+          jax.errors.JaxRuntimeError: one did not come in time, or is gone.
+        """
+        del key
+        self._count += 1
+        place = f"{self._place}/{self._count}"
+        error = sys.exc_info()[1]  # orbax calls this in a `finally`, too
+        if error is not None:
+            self._tell(place, json.dumps(failure_of(error)))
+            return
+        said = come_and_hear(self._job, place, "null", timeout_ms / 1000)
+        if self._job.process_id == 0:  # all are here, so all have left the last one
+            self._job.client.key_value_delete(f"{self._place}/{self._count - 1}")
+        require_no_failure(self._job, list(map(json.loads, said)))
+
+    def _tell(self, place: str, text: str) -> None:
+        """Says that this process has failed, and waits for nobody."""
+        client, own = self._job.client, self._job.process_id
+        client.key_value_set(f"{place}/came/{own}", text, allow_overwrite=True)
+        if own == 0:  # which forwards what all have said
+            all_said = [text, *["null"] * (self._job.num_processes - 1)]
+            client.key_value_set(f"{place}/said", json.dumps(all_said))

@@ -1,0 +1,438 @@
+"""Meetings: where the processes of a job compare what they are about to do, without devices.
+
+Processes that do different things do not crash by themselves: collectives of equal size pair up,
+and all train on wrong numbers, or they hang. So the processes meet where a program is traced, a
+variable is created or a batch is taken, and proceed only if it is equal. All get the same verdict,
+and the same error.
+
+A meeting goes through the coordination service: each process publishes its text under a numbered
+key, and process 0 publishes the list of all texts, for which the others wait. Errors name any
+process that does not arrive. What is compared is exchanged as digests, and as texts only where
+digests differ.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax import errors
+from distjax._src import jax_compat
+from distjax._src.cluster.job import Job, as_plain, job
+from distjax._src.cluster.ledger import Mark, hear, ledger, phase, waiting
+from distjax._src.typing import PyTree
+from distjax.errors import AgreementError, PeerLostError, StuckError, message
+
+#: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
+_CALL_SECONDS = 1.0
+#: How often, while it waits, a process looks at what those do who are missing.
+_NUM_LOOKS = 4
+#: How much of another library's error text the others are told.
+_MAX_FAILURE = 300
+
+#: Meetings are numbered, and occur in the same order on every process.
+_lock = threading.RLock()
+_count = 0
+
+
+def exchange(
+    joined: Job, occasion: str, text: str, seconds: float | None = None
+) -> tuple[str, ...]:
+    """Holds a meeting of all processes; returns each one's text, by process id.
+
+    Args:
+      joined: the job.
+      occasion: what this process is about to do, such as "the first call of step"; for errors.
+      text: this process's text; short, since process 0 forwards them all.
+      seconds: how long to wait for the last process, unless it is at slow work (see `phases`);
+        None: `meeting_timeout`.
+
+    Cost: a few messages per process, and the wait for the last one.
+
+    Raises:
+      AgreementError: processes are about to do different things; all of them raise it.
+      StuckError: a process did not arrive in time.
+      PeerLostError: a process has ended.
+    """
+    global _count
+    seconds = joined.timeouts.meeting if seconds is None else seconds
+    with _lock, waiting(f"waiting for the others ({occasion})"):
+        _count += 1
+        ledger.add_meeting(occasion)
+        place = f"distjax/meeting/{_count}"
+        said = json.dumps([ledger.describe(), occasion, text])
+        try:
+            all_said = come_and_hear(joined, place, said, seconds)
+            if joined.process_id == 0 and _count > 1:  # all are here, so all have left the last one
+                joined.client.key_value_delete(f"distjax/meeting/{_count - 1}")
+        except jax.errors.JaxRuntimeError as error:
+            raise _absence(joined, occasion, place, seconds, error) from None
+    launches, occasions, texts = zip(*map(json.loads, all_said), strict=True)
+    require_equal(joined, "what they have launched", launches)
+    require_equal(joined, "what they do", occasions)
+    return texts
+
+
+def hear_all(joined: Job | None, occasion: str, do: Callable[[], Any]) -> list[Any]:
+    """Returns what ``do()`` returns on each process, by process id, once all have done it.
+
+    One process's failure is an error on all: none goes on to a program in which it would wait for
+    one that has raised.
+
+    Args:
+      joined: the job whose processes do it; None: this process alone.
+      occasion: what they do, for errors.
+      do: returns a JSON value; has no collectives, so that a process may fail alone.
+
+    Raises:
+      Exception: of `do` here; of another process, see `require_no_failure`.
+      ClusterError: a process does not arrive, or does something else.
+    """
+    if joined is None:
+        return [do()]
+    value, own = None, None
+    try:
+        with phase(occasion):  # it looks at files, say: the others wait for as long as that takes
+            value = do()
+    except Exception as error:
+        own = error
+    said = json.dumps([value, None if own is None else failure_of(own)])
+    everyone = exchange(joined, occasion, said, joined.timeouts.step_deadline)
+    if own is not None:
+        raise own
+    values, failures = zip(*map(json.loads, everyone), strict=True)
+    require_no_failure(joined, failures)
+    return list(values)
+
+
+def hear_first(joined: Job | None, occasion: str, do: Callable[[], Any]) -> Any:
+    """Returns process 0's ``do()`` on every process; arguments and errors as for `hear_all`.
+
+    A file system may answer processes differently about a directory just created, or a step just
+    removed, and with different answers they would not do the same next.
+    """
+    is_first = joined is None or joined.process_id == 0
+    return hear_all(joined, occasion, lambda: do() if is_first else None)[0]
+
+
+def failure_of(error: BaseException) -> tuple[str, str]:
+    """Returns the class of an error, and its text, as the other processes are told."""
+    name = type(error).__name__
+    is_ours = isinstance(error, getattr(errors, name, ()))
+    return name, str(error) if is_ours else f"{name}: {as_plain(error, _MAX_FAILURE)}"
+
+
+def require_no_failure(joined: Job, failures: Sequence[Sequence[str] | None]) -> None:
+    """Raises the error of the first process that has failed, if one has.
+
+    Raises:
+      Exception: of its class, if that is one of distjax.
+      RuntimeError: with its text, if not.
+    """
+    for process, failure in enumerate(failures):
+        if failure is not None:
+            name, text = failure
+            if hasattr(errors, name):
+                raise getattr(errors, name)(text)
+            raise RuntimeError(f"{joined.name_process(process)} failed: {text}")
+
+
+def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
+    """Publishes a text at a place; returns each process's text there, by process id.
+
+    The wait is for one that is at no slow work, such as compiling, and starts again when that ends;
+    in all, it is at most `phase_timeout` longer.
+
+    Raises:
+      jax.errors.JaxRuntimeError: a process did not arrive in time, or cannot be reached.
+    """
+    joined.client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
+    return json.loads(_hear_all(joined, place, seconds))
+
+
+def _hear_all(joined: Job, place: str, seconds: float) -> str:
+    """Returns all texts, as forwarded by process 0 once the last one has arrived."""
+    bound = time.monotonic() + seconds + joined.timeouts.phase
+    remaining, marks = seconds, _Marks(joined, place)
+    part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
+    while True:
+        began, key = time.monotonic(), f"{place}/said"
+        if joined.process_id == 0:
+            came = who_came(joined, place)
+            missing = [i for i in range(joined.num_processes) if i not in came]
+            if not missing:
+                said = json.dumps([came[i] for i in range(joined.num_processes)])
+                joined.client.key_value_set(key, said)
+                return said
+            key = f"{place}/came/{missing[0]}"
+        try:
+            heard = _wait_for(joined, key, part)
+            if joined.process_id != 0:
+                return heard
+            part = max(part - (time.monotonic() - began), 0.001)
+            remaining -= time.monotonic() - began
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > bound:
+                raise
+            remaining -= part
+            if marks.show_work():
+                remaining = seconds
+            elif remaining <= 1e-6:
+                raise
+            part = min(remaining, seconds / _NUM_LOOKS)
+
+
+class _Marks:
+    """The marks of those who are missing at a place, as far as they have been looked at."""
+
+    def __init__(self, joined: Job, place: str):
+        self._job, self._place = joined, place
+        self._seen: dict[int, Mark] = {}
+
+    def show_work(self) -> bool:
+        """Returns whether one that is missing is at work, or has been since the last look.
+
+        Also if all have just arrived.
+        """
+        came, former = who_came(self._job, self._place), self._seen
+        self._seen = {i: mark for i, mark in hear(self._job).items() if i not in came}
+        is_busy = any(m.is_busy or former.get(i, m) != m for i, m in self._seen.items())
+        return is_busy or len(came) == self._job.num_processes
+
+
+def _wait_for(joined: Job, key: str, seconds: float) -> str:
+    """Returns the value of a key, once it is there."""
+    while True:
+        part = min(seconds, _CALL_SECONDS)
+        seconds -= part
+        try:
+            return joined.client.blocking_key_value_get(key, max(1, math.ceil(part * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if seconds <= 0 or "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def who_came(joined: Job, place: str) -> dict[int, str]:
+    """Returns the texts of the processes that have arrived at a place, by process id."""
+    keys = joined.client.key_value_dir_get(f"{place}/came")
+    return {int(key.rpartition("/")[2]): said for key, said in keys}
+
+
+def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
+    """Raises an `AgreementError` unless all processes said the same.
+
+    Args:
+      joined: the job.
+      what: what they may differ in, in the user's words.
+      said: each process's text; this list is the same on all of them.
+    """
+    differ = [i for i, other in enumerate(said) if other != said[0]]
+    if differ:
+        pair = repr(said[0]), repr(said[differ[0]])
+        raise AgreementError(difference_text(joined, differ, what, *pair))
+
+
+def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, second: str) -> str:
+    """Returns the text of an `AgreementError`, the same on every process.
+
+    Args:
+      joined: the job.
+      differ: the processes that differ from process 0.
+      what: what they differ in, in the user's words.
+      first: its value on process 0.
+      second: its value on the first of `differ`.
+    """
+    names = ", ".join(map(joined.name_process, differ))
+    verb = "differs" if len(differ) == 1 else "differ"
+    return message(
+        f"processes need to do the same, and {names} {verb} from process 0 in {what}",
+        got=f"{second} on process {differ[0]}; {first} on process 0",
+        why="each process runs a part of one program over all of them; parts of different programs "
+        "silently exchange wrong numbers",
+        fix="make it equal on every process: the same file, seed and options, no branch on "
+        "jax.process_index() around it. A set of strings iterates differently in each process "
+        "unless PYTHONHASHSEED is set. What may differ is a PerReplica: "
+        "strategy.distribute_values_from_function(fn)",
+    )
+
+
+def _absence(
+    joined: Job, occasion: str, place: str, seconds: float, error: Exception
+) -> StuckError | PeerLostError:
+    """Returns the error for processes that did not arrive or cannot be reached."""
+    try:
+        came, marks = who_came(joined, place), hear(joined)
+        missing = [i for i in range(joined.num_processes) if i not in came]
+    except jax.errors.JaxRuntimeError:
+        missing, marks = [0], {}  # the coordinator itself is gone
+    at = {i: f" ({mark.describe()})" for i, mark in marks.items()}
+    names = ", ".join(joined.name_process(i) + at.get(i, "") for i in missing) or "a process"
+    is_late = "DEADLINE_EXCEEDED" in str(error)
+    what = f"did not come within {seconds:g} s" if is_late else "has ended"
+    return (StuckError if is_late else PeerLostError)(
+        message(
+            f"{occasion} needs all {joined.num_processes} processes",
+            got=f"{names} {what}, while {joined.name_process(joined.process_id)} waited",
+            why="every process makes the same calls in the same order, and they compare them first",
+            fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
+            "is made by one of them alone. If they are only slow: with dj.phase('a picture'): "
+            "around what takes long, or dj.initialize(..., meeting_timeout=600)",
+        )
+    )
+
+
+# -- agreement -------------------------------------------------------------------
+
+#: Texts are truncated to this before sending, as the service limits message sizes.
+_MAX_TEXT = 2_000_000
+#: How many characters of a line are shown at most.
+_MAX_LINE = 200
+
+_agreed: set[str] = set()
+
+
+def agree(
+    occasion: str, facts: Sequence[ComparedFact], *, known_by: Sequence[ComparedFact] = ()
+) -> None:
+    """Waits until all processes of the job pass equal facts; a no-op without a job.
+
+    Args:
+      occasion: what this process is about to do, such as "the first call of step".
+      facts: what must be equal, each under its own name.
+      known_by: facts that decide. If they have been agreed on before, there is no meeting,
+        whatever the occasion and the other facts: this process may be the only one that is here
+        again.
+
+    Raises:
+      AgreementError: the processes differ. All raise the same text, and nothing has changed.
+      StuckError, PeerLostError: a process did not arrive.
+    """
+    joined = job()
+    if joined is None:
+        return
+    known = _digest("", _as_text(known_by)) if known_by else None
+    with _lock:
+        if known in _agreed:
+            return
+        said = _as_text(facts)
+        digests = exchange(joined, occasion, _digest(occasion, said))
+        differ = [i for i, other in enumerate(digests) if other != digests[0]]
+        if differ:
+            texts = exchange(
+                joined, occasion, _pack(said) if joined.process_id in (0, differ[0]) else ""
+            )
+            pair = _parse(_unpack(texts[0]), _unpack(texts[differ[0]]))
+            raise AgreementError(difference_text(joined, differ, *_first_difference(*pair)))
+        if known is not None:
+            _agreed.add(known)
+
+
+def _as_text(facts: Sequence[ComparedFact]) -> str:
+    return json.dumps([*map(dataclasses.astuple, facts)])
+
+
+def _digest(occasion: str, said: str) -> str:
+    return hashlib.sha256((occasion + said).encode()).hexdigest()
+
+
+def _pack(said: str) -> str:
+    return base64.b64encode(zlib.compress(said[:_MAX_TEXT].encode())).decode()
+
+
+def _unpack(packed: str) -> str:
+    return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+def _parse(first: str, second: str) -> tuple[dict[str, str], dict[str, str]]:
+    try:
+        return dict(json.loads(first)), dict(json.loads(second))
+    except ValueError:  # one is truncated: they are compared as one fact
+        return {"what they do": first}, {"what they do": second}
+
+
+def _first_difference(first: dict[str, str], second: dict[str, str]) -> tuple[str, str, str]:
+    for name in {**first, **second}:
+        a, b = first.get(name), second.get(name)
+        if a == b:
+            continue
+        if a is None or b is None:
+            return name, _show(a), _show(b)
+        lines = zip(a.splitlines(), b.splitlines(), strict=False)
+        pair = next(((x, y) for x, y in lines if x != y), (a[-_MAX_LINE:], b[-_MAX_LINE:]))
+        ours, theirs = _around_the_difference(*pair)
+        return name, _show(ours), _show(theirs)
+    return "the order in which they do it", "one order", "another"
+
+
+def _around_the_difference(first: str, second: str) -> tuple[str, str]:
+    length = min(len(first), len(second))
+    same = next((i for i in range(length) if first[i] != second[i]), length)
+    start = max(0, same - _MAX_LINE // 2)
+    return first[start:], second[start:]
+
+
+def _show(text: str | None) -> str:
+    if text is None:
+        return "nothing of the kind"
+    text = text.strip()
+    return repr(text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "...")
+
+
+# -- what is compared, as text ---------------------------------------------------
+
+#: A callback's index within its process says nothing about the program.
+_NUMBERS = re.compile(r"\{index = \d+ : ui64\}")
+#: The address in a default repr, which is specific to this process.
+_ADDRESSES = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedFact:
+    """One fact that processes compare.
+
+    Attributes:
+      name: in the user's words, such as "argument args[0] of step".
+      text: its value on this process, without addresses or paths; one line or many.
+    """
+
+    name: str
+    text: str
+
+
+def describe_program(lowered: jax.stages.Lowered) -> str:
+    """Returns a lowered program's text, including shardings, donation and constants."""
+    return _NUMBERS.sub("{}", lowered.as_text())
+
+
+def describe_structure(treedef: jax.tree_util.PyTreeDef) -> str:
+    """Returns a treedef's text; objects and functions in it are identified by name."""
+    return _ADDRESSES.sub("", str(treedef))
+
+
+def describe_on_host(value: PyTree) -> str:
+    """Returns shape, dtype and checksum of a value that must be equal everywhere.
+
+    One line. For a value that spans processes, shape and dtype only: each process holds a part.
+    """
+    if not hasattr(value, "dtype"):
+        is_number = isinstance(value, (int, float, complex, str))
+        return repr(value) if is_number else type(value).__name__
+    shown = f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return shown
+    is_key = jax_compat.is_key_dtype(value.dtype)
+    host = np.ascontiguousarray(jax.random.key_data(value) if is_key else value)
+    first = host.reshape(-1)[:1].tolist()
+    return f"{shown} of checksum {zlib.crc32(host.tobytes()):08x}, first {first}"

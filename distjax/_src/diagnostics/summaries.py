@@ -1,0 +1,294 @@
+"""Summaries: scalars of a training run, written by one process.
+
+A writer may be called anywhere. Outside traces it writes at once. In a replica function
+and in `dj.jit` it stages a callback, which writes when the program runs, and only on
+replica 0. An error there would cost the variables that the program writes their values: it is
+kept, and raised by the next call of the writer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax._src import jax_compat
+from distjax._src.context import frames
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.typing import PyTree
+from distjax._src.variables.variable import Variable
+from distjax.errors import LocalityError, describe_value, message
+
+#: The names of a record's own numbers, which no value may have.
+RESERVED = ("time", "step")
+
+
+def is_first_process() -> bool:
+    """Returns whether this process writes summaries and shows progress."""
+    return jax.process_index() == 0
+
+
+def progress(iterable: Iterable[Any], **options: PyTree) -> Iterable[Any]:
+    """Returns `iterable` with a progress bar on the first process.
+
+    The bar is tqdm's. Without tqdm, and on other processes, returns `iterable` unchanged.
+
+    Args:
+      iterable: what the loop iterates over.
+      **options: tqdm's options, such as `desc`, `total`, `disable`.
+
+    Example:
+      >>> sum(dj.diagnostics.progress(range(4), disable=True))
+      6
+    """
+    if importlib.util.find_spec("tqdm") is None or not is_first_process():
+        return iterable
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, **options)
+
+
+class JsonLines:
+    """The file summaries.jsonl in a directory: an object a line, added to what is there."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / "summaries.jsonl").open("a", buffering=1, encoding="utf-8")
+
+    def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Adds a line; `seconds` is the Unix time."""
+        # NaN and infinity are not valid JSON: a loss that blew up is written as a string.
+        exact = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
+        self._file.write(json.dumps({"time": seconds, "step": step, **exact}) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in a directory, which tensorboardX writes and `tensorboard --logdir` shows."""
+
+    def __init__(self, directory: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                message(
+                    "TensorBoard event files need the package tensorboardX",
+                    got="no such package",
+                    why="it is an optional part of distjax",
+                    fix="pip install 'distjax[diagnostics]'; formats=('jsonl',) needs nothing",
+                )
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+        self.close = self._writer.close
+
+    def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Adds a scalar for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=seconds)
+
+
+#: Made in this order: without its package, TensorBoard fails before a file is there.
+FORMATS = {"tensorboard": TensorBoard, "jsonl": JsonLines}
+
+
+class SummaryWriter:
+    """Writes scalars of a run to files in a directory, on the first process only.
+
+    Args:
+      directory: the run's directory; created if missing.
+      formats: "jsonl" (the file summaries.jsonl, a JSON object per line, with time, step
+        and the values) and "tensorboard" (event files, by tensorboardX).
+
+    Raises:
+      ValueError: an unknown format.
+      ImportError: "tensorboard" without tensorboardX.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> with dj.diagnostics.SummaryWriter(folder) as writer:
+      ...     writer.write(1, {"loss": 0.5})
+      >>> print(pathlib.Path(folder, "summaries.jsonl").read_text(), end="")
+      {"time": ..., "step": 1, "loss": 0.5}
+    """
+
+    def __init__(self, directory: str | Path, formats: Sequence[str] = ("jsonl",)):
+        unknown = [name for name in formats if name not in FORMATS]
+        if unknown or isinstance(formats, str):
+            raise ValueError(
+                message(
+                    f"SummaryWriter: formats needs names among {', '.join(FORMATS)}",
+                    got=describe_value(formats),
+                    why="each format is written in a way of its own",
+                    fix="dj.diagnostics.SummaryWriter(directory, formats=('jsonl', 'tensorboard'))",
+                )
+            )
+        self._lock = threading.Lock()
+        made = [name for name in FORMATS if name in formats] if is_first_process() else []
+        self._sinks = [FORMATS[name](Path(directory)) for name in made]
+        self._is_closed = False
+        self._failure: Exception | None = None  # of a write while a program ran
+
+    def write(self, step: int | jax.Array | Variable, values: Mapping[str, Any]) -> None:
+        """Writes a scalar for each name.
+
+        Args:
+          step: the number of the step, an array [] or a variable [].
+          values: name -> number, array [] or variable [].
+
+        Locality: M in cross-replica context; T or M in a replica function, where the value
+          of replica 0 is written. Context: any. In a trace the values are written when the
+          program runs; the order of the steps is not fixed. An error of writing them then, such
+          as a full disk, is raised by the next `write` or `close`; once the writer is closed,
+          they are dropped with a RuntimeWarning.
+
+        Raises:
+          LocalityError: a PerReplica.
+          TypeError: a step or a value that is not a real scalar, or values without names.
+          ValueError: a value named "step" or "time"; a closed writer.
+        """
+        self._raise_failure()
+        if self._is_closed:
+            raise ValueError(_closed_text("write"))
+        number = _value_of(step)
+        if not _is_real(number):
+            raise TypeError(_step_text(number))
+        if not hasattr(values, "items"):
+            raise TypeError(_values_text(values))
+        values = {name: _scalar(name, value) for name, value in values.items()}
+        frame = frames.current()
+        context = frame.replica_context
+        replica = 0 if context is None else context.replica_id_in_sync_group
+        if frame.state is None and not jax_compat.tracing():
+            self._write_now(replica, number, values)
+        else:
+            jax.debug.callback(self._write_from_program, replica, number, values)
+
+    def close(self) -> None:
+        """Waits for running programs to write, then closes the files."""
+        try:
+            jax.effects_barrier()  # raises if a callback has failed, of whatever program
+        finally:
+            self._is_closed = True
+            for sink in self._sinks:
+                sink.close()
+        self._raise_failure()
+
+    def __enter__(self) -> SummaryWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_from_program(
+        self, replica: int | jax.Array, step: int | jax.Array, values: Mapping[str, Any]
+    ) -> None:
+        """Writes while a program runs, which an error would end."""
+        try:
+            if self._is_closed and int(replica) == 0:
+                warnings.warn(_closed_text("a program"), RuntimeWarning, stacklevel=2)
+            elif not self._is_closed:
+                self._write_now(replica, step, values)
+        except Exception as error:
+            self._failure = error
+
+    def _write_now(
+        self, replica: int | jax.Array, step: int | jax.Array, values: Mapping[str, Any]
+    ) -> None:
+        if int(replica) != 0:
+            return
+        numbers = {name: float(value) for name, value in values.items()}
+        with self._lock:
+            for sink in self._sinks:
+                sink.add(int(step), numbers, time.time())
+
+
+def _scalar(name: str, value: PyTree) -> Any:
+    if name in RESERVED:
+        raise ValueError(
+            message(
+                f"write needs names other than {' and '.join(RESERVED)}",
+                got=f"a value named {name!r}",
+                why="a summary has a time and a step of its own, under these names",
+                fix=f"writer.write(step, {{'my_{name}': x}})",
+            )
+        )
+    value = _value_of(value)
+    if isinstance(value, PerReplica):
+        raise LocalityError(
+            message(
+                f"write needs one value for {name!r}",
+                got=f"a PerReplica of {value.num_replicas} values",
+                why="a summary has one number per step",
+                fix=f"writer.write(step, {{{name!r}: strategy.reduce('mean', x)}})",
+            )
+        )
+    if _is_real(value):
+        return value
+    raise TypeError(
+        message(
+            f"write needs a scalar for {name!r}",
+            got=describe_value(value),
+            why="a summary has one number per name and step",
+            fix=f"writer.write(step, {{{name!r}: jnp.mean(x)}})",
+        )
+    )
+
+
+def _value_of(x: PyTree) -> Any:
+    """Returns the array of a variable, of distjax or of Flax; else `x`."""
+    convert = getattr(x, "__jax_array__", None)  # None of a traced value
+    return x if convert is None else convert()
+
+
+def _is_real(value: object) -> bool:
+    """Returns whether `value` is one real number, traced or not."""
+    if not isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        return isinstance(value, (int, float))
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _step_text(step: object) -> str:
+    return message(
+        "write needs a number as its step",
+        got=describe_value(step),
+        why="a summary belongs to one step",
+        fix="writer.write(1, {'loss': loss})",
+    )
+
+
+def _values_text(values: object) -> str:
+    return message(
+        "write needs a mapping of names to numbers",
+        got=describe_value(values),
+        why="each number of a summary has a name",
+        fix="writer.write(1, {'loss': loss})",
+    )
+
+
+def _closed_text(what: str) -> str:
+    return message(
+        f"{what} needs an open SummaryWriter to write to",
+        got="one that was closed",
+        why="its files are complete",
+        fix="call it before writer.close(), or in the `with` block of the writer",
+    )

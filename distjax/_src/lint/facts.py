@@ -1,0 +1,305 @@
+"""Facts: what happened to a value of replica code; used only for findings.
+
+A lattice separate from equal / differs, which is proved elsewhere: a fact may add a finding but
+never proves anything. A fact survives only while every rule along the way keeps it; anything
+unknown drops it, so silence is the default.
+
+A walk visits the equations in order, those of inner functions and loops included. The rule of each
+primitive turns the facts of the operands into those of the results, and reports mistakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from distjax._src import user_lines
+from distjax._src.context.reporting import report
+from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax._src.jaxprs import Flow
+from distjax._src.replica.analysis import MERGE_NAME
+
+#: The rule names of two findings that another part of a function may refute.
+LOCAL_VARIANCES = "local variances averaged"
+EQUAL_BATCH = "the same batch on every replica"
+
+
+class Site:
+    """An equation, as the place where a fact originated.
+
+    Args:
+      eqn: the equation.
+      calls: the equations of the inner functions that contain it, outermost first.
+    """
+
+    __slots__ = ("_eqns",)
+
+    def __init__(self, eqn: JaxprEqn, calls: Sequence[JaxprEqn]):
+        self._eqns = (*calls, eqn)
+
+    @property
+    def source(self) -> str:
+        """The user's line."""
+        return user_lines.source_line(*reversed(self._eqns))
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether jnp.mean, or a method of that name, made the equation."""
+        return self._is_made_by(_MEANS)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether dj.losses.average_loss made the equation, which divides by the global batch."""
+        return self._is_made_by(_SHARES)
+
+    @property
+    def is_over_replicas(self) -> bool:
+        """Whether a mean over the replicas made the equation: it divides by their number."""
+        return self._is_made_by(_OVER_REPLICAS)
+
+    def _is_made_by(self, functions: Sequence[str]) -> bool:
+        frames = user_lines.frames_of(self._eqns[-1])
+        inside = itertools.takewhile(lambda frame: frame.is_library, frames)
+        return any(frame.function in functions for frame in inside)
+
+    @property
+    def names(self) -> str:
+        """The named scopes around the operation."""
+        return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
+
+
+class SiteRecord(NamedTuple):
+    """The part of a `Site` that outlives its trace."""
+
+    source: str
+    is_mean: bool
+    names: str
+    is_share = is_over_replicas = False
+
+
+_MEANS = ("mean", "_mean")
+_SHARES = ("average_loss",)
+_OVER_REPLICAS = ("pmean", "from_total")
+
+
+Where: TypeAlias = Site | SiteRecord
+#: A sum of R equal parts: the reduction that made the parts, its site, and the site of the sum.
+Times: TypeAlias = tuple[str, Where, Where]
+
+
+class Fact(NamedTuple):
+    """What is known about a value.
+
+    Attributes:
+      differs: whether it may differ per replica.
+      number: the number that all its elements equal, or None.
+      tags: what happened to it, by name; see `rules`.
+    """
+
+    differs: bool = False
+    number: float | None = None
+    tags: frozenset[tuple[str, Any]] = frozenset()
+
+    def find(self, name: str) -> Any:
+        """Returns the content of a tag, or None."""
+        for key, held in self.tags:
+            if key == name:
+                return held
+        return None
+
+    def having(self, **tags: object) -> Fact:
+        """Returns the fact with these tags added or replaced."""
+        kept = {pair for pair in self.tags if pair[0] not in tags}
+        return self._replace(tags=frozenset(kept | set(tags.items())))
+
+    def only(self, *names: str) -> Fact:
+        """Returns the fact with only these tags, and no number."""
+        return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] in names))
+
+    def without(self, *names: str) -> Fact:
+        """Returns the fact without these tags, and with no number."""
+        return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] not in names))
+
+
+EQUAL, DIFFERS = Fact(), Fact(differs=True)
+#: Tags that a sum has if its parts have them.
+_OF_SUMS = ("mean", "repeated", "share", "grad", "averaged", "summed", "times_R", "gradient")
+
+
+def join(a: Fact, b: Fact) -> Fact:
+    """Returns the fact of a value that is either of two."""
+    if a == b:
+        return a
+    for zeros, other in ((a, b), (b, a)):
+        if zeros.number == 0 and not zeros.tags and other.number is None:
+            return other.only(*_OF_SUMS)  # an accumulator at its start, an update that is skipped
+    number = a.number if a.number == b.number else None
+    return Fact(a.differs or b.differs, number, a.tags & b.tags)
+
+
+def of_literal(value: object) -> Fact:
+    """Returns the fact of a constant."""
+    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
+        number = np.asarray(value).reshape(()).item()
+        if isinstance(number, (bool, int, float)):
+            return Fact(number=float(number))
+    return EQUAL
+
+
+class FactWalk(Flow[Fact]):
+    """One walk over a replica function.
+
+    Args:
+      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `rules`.
+      axis_name: the name of the replica axis.
+      num_replicas: R.
+      leading: the leading dimension sizes of arguments that differ: of local batches.
+
+    Attributes:
+      is_alone: whether R = 1: the code is judged as for more replicas, but a division by R is one
+        by 1, and the global batch is as large as the local one. What may be either is silent.
+      across: whether a reduction of cross-replica code is being tracked.
+      tells_means_apart: whether a reduction shows by how much the replicas' local means differ.
+      completed: shapes of what is summed over the rows of a completed batch.
+      on_merge: returns the facts of a merge's results.
+      found: the findings, by (rule, the user's line).
+      written: the variables that the function writes, by serial number.
+      updates, totals: sums of R equal parts that update state: arrays of gradients, and others.
+      counts_replicas: whether a number in the state grows by a multiple of R.
+      sums, counts: sums of R equal parts, and of an equal number, that variables take.
+      combines: whether the function reduces or merges anything over the replicas.
+      ratio_counts: local counts that a total is divided by.
+      gradients_differ: whether gradients that differ are reduced: not every replica has the same
+        batch, though a parameter that only a penalty depends on has the same gradient.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, Any], axis_name: str, num_replicas: int, leading: frozenset[int]
+    ):
+        super().__init__()
+        self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
+        self.is_alone = num_replicas == 1
+        self.leading = leading
+        self.in_transpose = False
+        self.across = self.tells_means_apart = False
+        self.completed: set[tuple[int, ...]] = set()
+        self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
+        self.found: dict[tuple[str, str], Any] = {}
+        self.written: Mapping[int, Any] = {}
+        self.updates: list[Times] = []
+        self.totals: list[Times] = []
+        self.counts_replicas = False
+        self.sums: list[tuple[Any, Times]] = []
+        self.counts: list[tuple[Any, float, Where]] = []
+        self.combines = self.gradients_differ = False
+        self.ratio_counts: set[Any] = set()
+        self._calls: list[JaxprEqn] = []
+
+    def may_be_batch(self, shape: Sequence[int]) -> bool:
+        """Returns whether axes of these lengths may hold a local batch, or a part of one."""
+        sizes = [size for size in self.leading if size > 1]
+        lengths = [length for length in shape if length > 1]
+        return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
+
+    def site(self, eqn: JaxprEqn) -> Where:
+        """Returns the location of an equation."""
+        return Site(eqn, self._calls)
+
+    def report(self) -> None:
+        """Reports what was found, without what another part of the function refutes."""
+        # A batch that one replica takes from the host, or transforms, is that replica's own.
+        is_own_batch = self.gradients_differ or self.is_alone
+        refuted = {EQUAL_BATCH: is_own_batch, LOCAL_VARIANCES: self.tells_means_apart}
+        for (rule, _), finding in self.found.items():
+            if not refuted.get(rule, False):
+                report(finding)
+
+    def of_constant(self, value: object) -> Fact:
+        """Returns the fact of a literal: its number, if it has one."""
+        return of_literal(value)
+
+    def join(self, a: Fact, b: Fact) -> Fact:
+        """Returns the fact of a value that is either of two."""
+        return join(a, b)
+
+    def of_equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact] | None:
+        """Returns the facts by the rule of the primitive."""
+        if eqn.primitive.name == MERGE_NAME:
+            return self.on_merge(eqn, ins)
+        rule = self._rules.get(eqn.primitive.name)
+        outs = None if rule is None else rule(self, eqn, ins)
+        return None if outs is None else _keep_completed(outs, ins)
+
+    def of_unknown(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
+        """Returns only what differs, and of a backward pass what is linear."""
+        out = _of_cotangents(ins) if self.is_transposed(eqn) else unknown(ins)
+        return _keep_completed([out] * len(eqn.outvars), ins)
+
+    def of_predicate(self, eqn: JaxprEqn, predicate: Fact, outs: list[Fact]) -> list[Fact]:
+        """Returns facts of values that differ if the predicate does."""
+        return [o._replace(differs=True) for o in outs] if predicate.differs else outs
+
+    def of_slice(self, xs: Fact) -> Fact:
+        """Returns the fact without a number: slices may differ."""
+        return xs._replace(number=None)
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation is part of a backward pass."""
+        return self.in_transpose or "transpose(" in str(eqn.source_info.name_stack)
+
+    @contextlib.contextmanager
+    def within(self, eqn: JaxprEqn) -> Generator[None]:
+        """Knows in the code of an equation by which calls it is reached."""
+        before = self.in_transpose
+        self.in_transpose = self.is_transposed(eqn)
+        self._calls.append(eqn)
+        try:
+            yield
+        finally:
+            self.in_transpose = before
+            self._calls.pop()
+
+    def key(self, jaxpr: Jaxpr) -> Any:
+        """Returns whether it is a backward pass; of small code, such as jnp's, also the call.
+
+        So what is found in it is reported at the line of each call.
+        """
+        call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
+        return self.in_transpose, call
+
+
+#: Number of equations below which an inner function is walked again for each call.
+_SMALL = 30
+
+
+def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]:
+    """Returns the facts of results; those computed from completed batches keep that tag."""
+    made = next((held for x in ins if x.differs and (held := x.find("completed"))), None)
+    return outs if made is None else [o.having(completed=made) if o.differs else o for o in outs]
+
+
+def _of_cotangents(ins: Sequence[Fact]) -> Fact:
+    """Returns the fact of a result in a backward pass, which is linear in the cotangents."""
+    parts = [x for x in ins if x.find("grad")]
+    names = [n for n in ("grad", "mean", "repeated", "share") if all(x.find(n) for x in parts)]
+    return unknown(ins)._replace(tags=parts[0].only(*names).tags if parts else frozenset())
+
+
+def unknown(ins: Sequence[Fact]) -> Fact:
+    """Returns the fact of a result if nothing is known about the operation."""
+    return DIFFERS if any(x.differs for x in ins) else EQUAL
+
+
+def shape_of(atom: Var | Literal) -> tuple[int, ...]:
+    """Returns the shape of a variable or literal."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def size_of(atom: Var | Literal) -> int:
+    """Returns the number of elements of a variable or literal."""
+    return math.prod(shape_of(atom))

@@ -1,0 +1,356 @@
+"""The trace of a replica function: what it does, as one replica sees it.
+
+Errors in it that JAX reports badly or late get a clear message here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax._src import inner_traces, jax_compat, user_lines, user_mesh
+from distjax._src.context import frames
+from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import Frame
+from distjax._src.jax_compat import Jaxpr, JaxprEqn
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.topology import Topology
+from distjax._src.replica.analysis import Analysis, holds_merge
+from distjax._src.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    partition_result,
+    require_finished,
+)
+from distjax._src.replica.contexts import ReplicaContext
+from distjax._src.replica.global_value import GlobalValue, replica_aval
+from distjax._src.replica.merge import UserMerge
+from distjax._src.traced_types import type_of
+from distjax._src.typing import PyTree
+from distjax._src.variables.state import CreationLog, TraceState
+from distjax.errors import LocalityError, MergeError, message
+
+
+@dataclasses.dataclass
+class ReplicaTrace:
+    """A traced replica function.
+
+    Attributes:
+      jaxpr, consts: the replica view; its outputs are the array results, then the written
+        variables, then the initial values of the created ones.
+      result: the pytree of results.
+      written: the variables that the function wrote.
+      created: the variables that it created.
+      merges: the merges that the jaxpr's equations reference weakly.
+      error: the exception that the function raised after creating variables, or None; if
+        set, the outputs are only the initial values.
+    """
+
+    jaxpr: jax_compat.Jaxpr
+    consts: list[Any]
+    result: PartitionedTree
+    written: list[Any]
+    created: list[Any]
+    merges: list[UserMerge]
+    error: BaseException | None
+
+
+def trace_replica(
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    partitioned: PartitionedTree,
+    global_values: Sequence[GlobalValue],
+    outer: TraceState,
+    topology: Topology,
+) -> ReplicaTrace:
+    """Traces ``fn`` once, as one replica sees it."""
+    found: dict[str, Any] = {}
+
+    def traced(*local: jax.Array) -> list[Any]:
+        creation = CreationLog.within(outer)
+        state = TraceState(local_view=True, creations=creation)
+        args, kwargs = partitioned.combine(local)
+        context = ReplicaContext(strategy)
+        error, written = None, []
+        try:
+            with frames.with_frame(Frame(strategy, context, state)):
+                returned = require_finished(fn(*args, **kwargs), fn)
+                result = partition_result(returned, function_name(fn))
+            if context.merge_error is not None:
+                raise context.merge_error
+            leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
+            written = list(state.written)
+        except BaseException as raised:
+            if creation is None or not creation.values:
+                raise
+            error, result, leaves = raised, PartitionedTree((), is_array), []
+        created = list(creation.values) if creation is not None else []
+        found.update(result=result, written=written, created=created, error=error)
+        found["merges"], context.merges = context.merges, []
+        inits = creation.take_values() if creation is not None else []
+        return [*leaves, *(state.read(v) for v in written), *inits]
+
+    _name_after(traced, fn)
+    avals = [replica_aval(x) for x in global_values]
+    axis_env = [(topology.axis_name, topology.num_replicas)]
+    try:
+        with _model_axes_in_scope(topology):
+            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
+    except AssertionError as error:
+        if not str(error).startswith("ManualAxisType"):
+            raise
+        with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
+            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
+    trace = ReplicaTrace(jaxpr, consts, **found)
+    return trace if trace.error is None else keep_created(trace, trace.error)
+
+
+def keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
+    """Reduces the trace of a failed function to the creation of its variables.
+
+    The user may hold these variables behind a guard that prevents creating them again.
+    """
+    initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
+    return dataclasses.replace(
+        trace,
+        jaxpr=jax_compat.needed_for(trace.jaxpr, initial),
+        result=PartitionedTree((), is_array),
+        written=[],
+        error=error,
+    )
+
+
+def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
+    """Makes JAX's errors name the user's function, and its leaves by number."""
+    traced.__wrapped__ = fn
+    traced.__signature__ = inspect.signature(lambda *leaves: None)
+
+
+def _model_axes_in_scope(topology: Topology) -> Any:
+    """Returns a context in which sharding constraints may name the model axes."""
+    if topology.mesh is None or not topology.model_axes:
+        return contextlib.nullcontext()
+    return user_mesh.manual_axis(topology.mesh, topology.axis_name)
+
+
+def _replica_axis_in_scope(topology: Topology) -> Any:
+    """Returns a context in which `lax.pcast` may name the replica axis.
+
+    Not used for every trace, as arrays closed over would then have to be on this mesh.
+    """
+    if topology.mesh is not None:
+        return user_mesh.manual_axis(topology.mesh, topology.axis_name)
+    manual = (jax.sharding.AxisType.Manual,)
+    sizes, names = (topology.num_replicas,), (topology.axis_name,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
+
+
+def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    raise LocalityError(
+        message(
+            f"{function_name(fn)} needs to return values of one replica",
+            got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
+            why="inside a replica function a value is that replica's own",
+            fix="pass it as an argument: strategy.run(fn, args=(x,))",
+        )
+    )
+
+
+# -- causes and fixes of errors -------------------------------------------------
+
+
+_TRACED_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+#: JAX's messages for a traced value as a shape, a length or an index.
+_AS_NUMBER = re.compile("Shapes must be 1D|`length`|__index__")
+#: Messages for a traced value whose number is needed, that of `f"{x:.3f}"` among them.
+_AS_VALUE = re.compile("of concrete values.*Trace|unsupported format string passed to .*Tracer")
+#: JAX's message for several PRNG keys in the place of one, with their shape.
+_SEVERAL_KEYS = re.compile(r"accepts a single key, but was given a key array of shape (\(.*?\)) ")
+#: Messages for a PerReplica in the place of an array: those of `PerReplica`, and of `jax.lax`.
+_OF_PER_REPLICA = re.compile(
+    r"one value per replica.*\s.*a PerReplica of|as a JAX value.*\.PerReplica'"
+)
+_CAPTURED = "The PerReplica is not an argument"
+_START = "Python needs the value of a traced array"
+
+
+def add_notes(
+    error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
+) -> None:
+    """Adds what is known of the cause to an error of a replica function's trace.
+
+    Args:
+      error: the error.
+      name: the user's name for the function.
+      paths: the user's paths to its arrays.
+      leaves: these arrays.
+      num_replicas: R.
+    """
+    if isinstance(error, (AttributeError, TypeError, jax.errors.JAXTypeError)):
+        add_captured_note(error, name)
+        add_value_note(error, name, paths, leaves)
+    elif isinstance(error, ValueError):
+        add_keys_note(error, name, paths, leaves, num_replicas)
+
+
+def add_value_note(
+    error: Exception,
+    name: str = "",
+    paths: Sequence[str] = (),
+    leaves: Sequence[Any] = (),
+) -> None:
+    """Adds a note to an error of JAX about a traced value; at most one, by the innermost trace.
+
+    Args:
+      error: the error.
+      name: the user's name for the function that was traced.
+      paths: the user's paths to the arrays that it was traced with.
+      leaves: these arrays.
+    """
+    text = str(error)
+    if not isinstance(error, _TRACED_VALUE) and not _AS_VALUE.search(text):
+        return
+    if any(note.startswith(_START) for note in getattr(error, "__notes__", ())):
+        return
+    named = [int(i) for i in re.findall(r"(?:leaves|arrays)\[(\d+)\]", text) if int(i) < len(paths)]
+    if named and all(_is_number(leaves[i]) for i in named):
+        numbers = " and ".join(dict.fromkeys(paths[i] for i in named))
+        first = paths[named[0]]
+        fix = f"dj.static({first}) in place of {first}, where the step is called"
+        why = f"argument {numbers} of {name} may change from call to call"
+    elif isinstance(error, jax.errors.TracerBoolConversionError):
+        why = "`if`, `while`, `and` decide once, and one trace serves all calls and replicas"
+        fix = "jnp.where(condition, a, b), or jax.lax.cond (dj.lax.cond where it writes variables)"
+    elif _AS_NUMBER.search(text):
+        why = "shapes, lengths and indices of lists are part of the program"
+        fix = "a number from x.shape; jax.lax.fori_loop for a loop, jnp.take for an index"
+    else:
+        why = "it is known only when the program runs, after float(x), x.item() or NumPy asked"
+        fix = "return it, and read it outside of the step; jax.debug.print('{}', x) to print it"
+    error.add_note(f"{_START}: {why}.\n  Fix: {fix}")
+
+
+def add_captured_note(error: Exception, name: str) -> None:
+    """Adds a note to the error of a PerReplica that replica function `name` captured."""
+    if not _OF_PER_REPLICA.search(str(error)):
+        return
+    if not any(note.startswith(_CAPTURED) for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            f"{_CAPTURED} of {name}: it has the values of all replicas there.\n"
+            "  Fix: pass it as an argument: strategy.run(fn, args=(x,))"
+        )
+
+
+def add_keys_note(
+    error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
+) -> None:
+    """Adds a note to an error of JAX about several keys if they are those of an argument.
+
+    Args:
+      error: the error.
+      name: the user's name for the function that was traced.
+      paths: the user's paths to its arrays.
+      leaves: these arrays.
+      num_replicas: R; a loop of `jax.pmap` splits its key into as many.
+    """
+    found = _SEVERAL_KEYS.search(str(error))
+    if found is None:
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, PerReplica):
+            continue
+        shape = jax.typeof(leaf).shape
+        if str(shape) == found[1] and shape[0] == num_replicas:
+            error.add_note(
+                f"Argument {path} of {name} holds {num_replicas} keys, as many as there are "
+                "replicas, and each replica sees all of them.\n"
+                f"  Fix: strategy.per_replica({path}) where the step is called; or one key there, "
+                "and dj.get_replica_context().fold_in(key) in the step"
+            )
+            return
+
+
+def _is_number(leaf: PyTree) -> bool:
+    """Returns whether an argument came in as a Python number or bool, as far as its type shows."""
+    if isinstance(leaf, PerReplica):
+        return False
+    aval: Any = type_of(leaf)
+    return aval.shape == () and (aval.weak_type or aval.dtype == bool)
+
+
+def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
+    """Raises if a replica function has a `shard_map` or `pmap` over devices of its strategy.
+
+    Only one over model axes may stay: XLA rejects a second one over the replica axis, or aborts.
+
+    Raises:
+      MergeError: naming the axes and the line.
+    """
+    own = topology.mesh.axis_names if topology.mesh is not None else ()
+    for outer, eqn in ((e, s) for e in jaxpr.eqns for s in _shard_maps(e)):
+        axes = tuple(eqn.params["mesh"].axis_names)
+        mapped = eqn.params["newly_manual_axes"]
+        maps_replicas = topology.axis_name in mapped and topology.num_replicas > 1
+        # The emitter reports merges.
+        if (set(axes) <= set(own) and not maps_replicas) or holds_merge(eqn):
+            continue
+        raise MergeError(
+            message(
+                f"{name} needs to leave devices to its strategy",
+                got=f"a jax.pmap or jax.shard_map over axes {axes}, at "
+                f"{user_lines.source_line(outer)}",
+                why="a replica function already runs on every device, and has no further devices "
+                "to map over",
+                fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
+                "inside a replica; or the call outside of run",
+            )
+        )
+
+
+def require_own_axis(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
+    """Raises if the collectives of `jaxpr` would bind to an enclosing `jax.vmap`.
+
+    JAX gives them the vmap's axis if the mesh has an axis of the same name.
+    """
+    axis_name = topology.axis_name
+    in_replica = any(frame.is_replica for frame in frames.stack())
+    if topology.mesh is None or in_replica or not _is_bound(axis_name):
+        return
+    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
+        return
+    raise ValueError(
+        message(
+            f"{name} needs an axis_name that no jax.vmap around it has",
+            got=f"{axis_name!r}, for both",
+            why="JAX would run its collectives over the vmap's axis, as it does under jax.pmap",
+            fix=f"jax.vmap(fn, axis_name='rows'), or any name but {axis_name!r}",
+        )
+    )
+
+
+def _is_bound(name: str) -> bool:
+    """Returns whether an axis of this name is bound here."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def _shard_maps(eqn: JaxprEqn) -> list[JaxprEqn]:
+    if eqn.primitive.name == "shard_map":
+        return [eqn]
+    return [e for sub in jax_compat.sub_jaxprs(eqn) for s in sub.eqns for e in _shard_maps(s)]

@@ -1,0 +1,744 @@
+"""Coordinator: schedules steps on the workers of a parameter server strategy."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax._src import jax_compat
+from distjax._src.context import frames
+from distjax._src.data.options import InputContext
+from distjax._src.integers import require_int
+from distjax._src.interrupts import interrupts
+from distjax._src.placement.transfer import without_alias
+from distjax._src.replica.arguments import require_call
+from distjax._src.servers.board import Board, Call, Closure, ServerStrategy, Worker, finish, start
+from distjax._src.servers.per_worker import (
+    DataEnded,
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerSource,
+    PerWorkerValues,
+    Position,
+    RemoteArray,
+    refuses_pickle,
+    require_source,
+)
+from distjax._src.servers.server import Report, ServerSnapshot
+from distjax._src.tracebacks import keep_user_lines
+from distjax._src.typing import PyTree
+from distjax._src.user_lines import user_stacklevel
+from distjax.errors import ContextError, describe_value, message, require
+
+# -- results ------------------------------------------------------------------
+
+
+class RemoteValue:
+    """The result of a closure, once a worker has run it.
+
+    Source: tf.distribute.experimental.coordinator.RemoteValue.
+
+    Args:
+      closure: the closure.
+      board: has it.
+    """
+
+    def __init__(self, closure: Closure, board: Board):
+        self._closure, self._board = closure, board
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The version of each server: after its push, else as pulled.
+
+        Waits as `get` does.
+        """
+        self._wait("version", None)
+        if self._closure.versions is None:
+            self._closure.result()  # raises
+        assert self._closure.versions is not None
+        return self._closure.versions
+
+    def done(self) -> bool:
+        """Returns whether `fetch` would return without waiting."""
+        return self._closure.is_over
+
+    def get(self) -> Any:
+        """Waits as `fetch` does; returns the result as arrays on the worker's device."""
+        self._wait("get", None)
+        return self._closure.result()
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Returns the step's result as numpy arrays.
+
+        Args:
+          timeout: maximum wait in seconds.
+
+        Context: not in a replica function.
+
+        Raises:
+          ContextError: in a replica function; if it is not done, in ``with coordinator.paused()``
+            or per-worker data.
+          TimeoutError: it is not available by then.
+          CancelledError: of `concurrent.futures`: the closure was cancelled.
+          EndOfDataError: no worker has an element for it.
+          ServerLostError: its pushes were lost with a server.
+          Exception: the error of the closure.
+        """
+        self._wait("fetch", timeout)
+        return to_numpy(self._closure.result())
+
+    def _wait(self, method: str, timeout: float | None) -> None:
+        require_outside_of_steps(method)
+        if not self.done():
+            self._board.pauses.require_going(method)
+        require(
+            self._board.waiters.wait_until(lambda: self._closure.is_over, timeout),
+            f"{method} needs {self._closure!r} to end within {timeout} s",
+            got=f"one that is {self._closure.state.value}",
+            why="its worker has not got that far yet",
+            fix="wait longer; coordinator.stats() says what workers do",
+            error=TimeoutError,
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
+
+    __reduce__ = refuses_pickle("pickle what it stands for: value.fetch()")
+
+
+def require_outside_of_steps(method: str) -> None:
+    """Raises a ContextError in a replica function."""
+    require(
+        not frames.current().is_replica,
+        f"{method} needs to be called outside of a replica function",
+        got=f"a call in {frames.current().name}",
+        why="a step is traced, and then runs at workers, which have no coordinator",
+        fix="call it in the code that schedules the step; give the step values as arguments: "
+        "args=(value.get(),)",
+        error=ContextError,
+    )
+
+
+def to_numpy(tree: PyTree) -> Any:
+    """Returns a tree with JAX arrays converted to numpy; PRNG keys stay as they are."""
+    return jax.tree.map(_leaf_to_numpy, tree)
+
+
+def _leaf_to_numpy(leaf: object) -> Any:
+    if isinstance(leaf, jax.Array) and not jax_compat.is_key_dtype(leaf.dtype):
+        return np.asarray(leaf)
+    return leaf
+
+
+# -- from a call to a closure -------------------------------------------------
+
+
+def _cut(
+    strategy: ServerStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None,
+    drawn: Mapping[PerWorkerSource, Any],
+) -> Call:
+    """Cuts a step for its arguments, with a worker's drawn values filled in.
+
+    The arguments are the closure's own: `_take_over` has made them.
+    """
+    if drawn:
+        own = lambda leaf: drawn[leaf] if _is_source(leaf) else leaf
+        args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_source)
+    remote: dict[int, RemoteArray] = {}  # by the id of its stand-in
+    stand_ins: list[np.ndarray] = []
+
+    def stand_in(leaf: PyTree) -> Any:
+        if not isinstance(leaf, RemoteArray):
+            return leaf
+        stand_ins.append(leaf.stand_in())
+        remote[id(stand_ins[-1])] = leaf.astype(stand_ins[-1].dtype)
+        return stand_ins[-1]
+
+    args, kwargs = jax.tree.map(stand_in, (args, kwargs))
+    plan, arrays = strategy.cut_step(fn, args, kwargs)
+    strategy.engine.admit(plan)
+    given = [remote.get(id(x), x) for x in arrays]
+    num_found = sum(isinstance(x, RemoteArray) for x in given)
+    assert num_found == len(remote), "a step would run on the zeros of a stand-in"
+    return Call(plan, given)
+
+
+def cut_call(
+    board: Board,
+    strategy: ServerStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None,
+    *,
+    is_reported: bool = True,
+) -> Closure:
+    """Returns a closure for the board; errors of its trace are raised here.
+
+    Raises:
+      ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
+    """
+    given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
+    args, kwargs = require_call(fn, args, given, "schedule")
+    args, kwargs, sources = _take_over(board, args, kwargs)
+    cut = functools.partial(_cut, strategy, fn, args, kwargs)
+    if sources:
+        _cut_first(board, fn, cut, sources)
+    call = cut if sources else cut({})
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return Closure(name, call, sources, is_reported=is_reported)
+
+
+def _take_over(
+    board: Board, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
+    """Returns arguments that the caller cannot change before a worker reads them; their sources."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    _require_no_remote_value(leaves)
+    found = dict.fromkeys(filter(_is_source, leaves))
+    if found and board.is_closed:
+        raise RuntimeError(_no_workers(next(iter(found))))
+    workers = [worker.number for worker in board.active_workers()]
+    own = {x: x.copy_for(workers) if isinstance(x, PerWorkerValues) else x for x in found}
+    taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
+    args, kwargs = jax.tree.unflatten(treedef, taken)
+    return args, kwargs, tuple(own.values())
+
+
+def _is_source(leaf: object) -> bool:
+    return isinstance(leaf, (PerWorkerIterator, PerWorkerValues))
+
+
+def _cut_first(
+    board: Board,
+    fn: Callable[..., Any],
+    cut: Callable[[Mapping[PerWorkerSource, Any]], Call],
+    sources: Sequence[PerWorkerSource],
+) -> None:
+    """Traces for the first available values, so that errors are raised now.
+
+    Once for a function and its iterators: the next element may take a while.
+    """
+    iterators = [source for source in sources if isinstance(source, PerWorkerIterator)]
+    seen = board.iterators_of.get(fn)
+    if iterators and seen.issuperset(iterators):
+        return
+    for worker in board.active_workers():
+        try:
+            with board.pauses.draw():
+                values = {source: source.peek(worker.number) for source in sources}
+        except DataEnded:
+            continue
+        cut(values)
+        seen.update(iterators)
+        return
+
+
+def run_step(
+    strategy: ServerStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None,
+) -> Any:
+    """Runs a step as one closure, and returns its result: ``strategy.run``.
+
+    The open coordinator's workers run it; without one, it runs here and now. Ctrl-C waits until
+    that is over: in the middle of a push it would lose the server's values.
+    """
+    board, here = strategy.board, Worker(0)
+    board.pauses.require_going("run")
+    closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
+    board.waiters.wait_until(lambda: not (board.is_closed and board.pauses))
+    with interrupts.held() if board.is_closed else contextlib.nullcontext():
+        has_begun = board.put(closure, here=here)
+        while has_begun:
+            ran = start(board, here, closure)
+            if ran is not None:
+                finish(board, here, closure, ran)
+            has_begun = board.begin_again(closure, here)
+    return RemoteValue(closure, board).get()
+
+
+def _no_workers(source: PerWorkerSource) -> str:
+    return message(
+        "run needs an open coordinator for per-worker data",
+        got=f"{source!r} among the arguments, and no coordinator",
+        why="each of its workers has its own values, and without one the step runs here",
+        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
+    )
+
+
+def _require_no_remote_value(leaves: Sequence[object]) -> None:
+    found = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
+    require(
+        found is None,
+        "a step needs arguments that are there when it is scheduled",
+        got=repr(found),
+        why="its closure might come before the one that it waits for",
+        fix="coordinator.schedule(step, args=(value.get(),))",
+    )
+
+
+# -- the coordinator ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Values and versions of all servers, at a moment when no closure was running.
+
+    Attributes:
+      closures: how many closures it contains.
+      servers: the state of each server.
+      positions: the positions of iterators over per-worker data, as long as they are alive.
+      strategy: the strategy of the servers, as long as it is alive.
+    """
+
+    closures: int
+    servers: Sequence[ServerSnapshot]
+    positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
+    strategy: weakref.ref[ServerStrategy]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the servers."""
+        return tuple(server.version for server in self.servers)
+
+    def __repr__(self) -> str:
+        return f"Snapshot(closures={self.closures}, versions={self.versions})"
+
+
+_QUEUED_PER_WORKER = 4
+_SECONDS_IF_RAISED = 5.0  # for closures in hand: a worker without data must not hide the error
+
+
+class Coordinator:
+    """Schedules steps on workers, which run asynchronously and in any order.
+
+    Each closure (a call of `schedule`) is applied exactly once at each server, however many
+    workers are lost and however often it is tried. Errors are raised by the next `schedule`,
+    `join` or `done` (the first one, once) and drop the queue.
+
+    Args:
+      strategy: a `ParameterServerStrategy` without another open coordinator.
+      queue_size: how many closures may wait before `schedule` blocks; None: 4 per worker.
+
+    Raises:
+      TypeError: another kind of strategy.
+      ValueError: a strategy with an open coordinator; a queue size that is not positive.
+
+    Example:
+      >>> strategy = dj.ParameterServerStrategy(workers=2)
+      >>> with strategy.scope():
+      ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+      >>> with dj.Coordinator(strategy) as coordinator:
+      ...     for x in range(5):
+      ...         _ = coordinator.schedule(lambda x: total.assign_add(x), args=(float(x),))
+      ...     coordinator.join()
+      >>> float(total.value)
+      10.0
+
+    Source: tf.distribute.coordinator.ClusterCoordinator.
+    """
+
+    def __init__(self, strategy: ServerStrategy, *, queue_size: int | None = None):
+        require_outside_of_steps("Coordinator")
+        require_servers(strategy)
+        if queue_size is None:
+            queue_size = _QUEUED_PER_WORKER * strategy.num_workers
+        _require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
+        self._strategy = strategy
+        self._board = strategy.board
+        require(
+            self._board.open(queue_size),
+            "Coordinator needs a strategy that has no other",
+            got=f"{strategy!r}, which has one that is open",
+            why="two would share its workers' turns and its servers' order",
+            fix="use that one, or close it first: coordinator.close()",
+        )
+        self._before = _add(server.report() for server in strategy.engine.servers)
+        self._snapshot: Snapshot | None = None
+        self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
+        self._board.add_workers(strategy.num_workers)
+        self._closing = weakref.finalize(self, self._board.close)
+
+    # -- running steps --------------------------------------------------------
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> RemoteValue:
+        """Schedules ``fn(*args, **kwargs)`` on a worker; returns its future result.
+
+        The first call traces and cuts ``fn``, so errors of the trace are raised here. Blocks
+        while the queue is full.
+
+        Args:
+          fn: a replica function, as for ``strategy.run``.
+          args: its positional arguments. An iterator over a per-worker dataset stands for the
+            worker's next element, `PerWorkerValues` for the worker's value.
+          kwargs: its keyword arguments.
+        Context: not in a replica function. Numpy arrays, dicts and lists are copied here.
+
+        Raises:
+          ContextError: in a replica function or per-worker data; in ``with coordinator.paused()``,
+            a full queue.
+          RuntimeError: the coordinator is closed.
+          ValueError: a `RemoteValue` among the arguments.
+          Exception: the error of an earlier closure; this one is then not queued.
+        """
+        self._require_ready("schedule")
+        self._board.raise_error()
+        try:
+            closure = cut_call(self._board, self._strategy, fn, args, kwargs)
+        except Exception as error:
+            keep_user_lines(error)
+            raise
+        self._board.put(closure, lambda: self._require_ready("schedule"))
+        return RemoteValue(closure, self._board)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all closures are over.
+
+        Args:
+          timeout: maximum wait in seconds.
+
+        Raises:
+          TimeoutError: some are not over by then.
+          ContextError: in ``with coordinator.paused()``, a replica function or per-worker data.
+          Exception: the error of a closure.
+        """
+        self._require_ready("join")
+        self._board.pauses.require_going("join")
+        require(
+            self._board.waiters.wait_until(self._board.is_empty, timeout),
+            f"join needs all closures to end within {timeout} s",
+            got=f"{len(self._board.queue)} in the queue and {len(self._board.running)} running",
+            why="the workers have not got that far yet",
+            fix="wait longer; coordinator.stats() says what workers do",
+            error=TimeoutError,
+        )
+        self._board.raise_error()
+
+    def done(self) -> bool:
+        """Returns whether all closures are over; raises as `join` does."""
+        self._require_ready("done")
+        self._board.raise_error()
+        return self._board.is_empty()
+
+    def fetch(self, nest: PyTree) -> Any:
+        """Waits, and returns a tree with its RemoteValues replaced by numpy results."""
+        is_remote = lambda leaf: isinstance(leaf, RemoteValue)
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if is_remote(leaf) else to_numpy(leaf),
+            nest,
+            is_leaf=is_remote,
+        )
+
+    def cancel(self) -> None:
+        """Drops the closures that have not begun; those that workers have in hand are run."""
+        self._require_ready("cancel", waits=False)
+        self._board.cancel("coordinator.cancel() was called before it had run")
+
+    def close(self) -> None:
+        """Drops the queue, waits for the closures in hand and ends the threads."""
+        require_outside_of_steps("close")
+        self._board.pauses.require_not_drawing("close")
+        self._end(None)
+
+    def _end(self, timeout: float | None) -> None:
+        """Closes, and warns of workers that have not ended within `timeout` seconds."""
+        if self._closing.alive:
+            self._board.cancel("the coordinator was closed before it had run")
+        self._closing.detach()
+        self._board.close()  # again, if a signal ended the first call before it
+        left = self._board.wait_for_workers(timeout)
+        if left:
+            warnings.warn(_not_ended(left, timeout), RuntimeWarning, user_stacklevel())
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        timeout = _SECONDS_IF_RAISED
+        try:
+            if kind is None and self._closing.alive:
+                self.join()
+            timeout = None if kind is None else timeout
+        finally:
+            self._end(timeout)
+
+    # -- data -----------------------------------------------------------------
+
+    def create_per_worker_dataset(
+        self,
+        fn_or_dataset: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
+        *,
+        at: str = "worker",
+    ) -> PerWorkerDataset:
+        """Returns a dataset from which each worker draws elements for its closures.
+
+        A worker whose data has ended takes no more closures that need it. When the data of all
+        workers has ended, such closures raise `EndOfDataError` from `fetch`, and `join` returns.
+
+        Args:
+          fn_or_dataset: a function of an `InputContext` (pipeline number and count), called
+            for each worker present when an iteration begins; or a dataset, whose elements
+            go to whichever worker asks next.
+          at: where the function is called. "worker": where the worker is (in its process, on
+            `RayEngine`: it is pickled, and must give the same elements each time), when it needs
+            its first element; "coordinator": here, when the iteration begins. A dataset is
+            always read here.
+
+        Raises:
+          TypeError, ValueError: invalid arguments.
+        """
+        self._require_ready("create_per_worker_dataset", waits=False)
+        require_source(fn_or_dataset, at)
+        strategy = self._strategy
+        open_data = strategy.engine.open_data if at == "worker" else None
+        num_replicas = strategy.num_replicas_in_sync
+        return PerWorkerDataset(
+            fn_or_dataset, self._worker_ids, num_replicas, open_data, self._iterators
+        )
+
+    # -- workers --------------------------------------------------------------
+
+    def _worker_ids(self) -> list[int]:
+        return [worker.number for worker in self._board.active_workers()]
+
+    def add_workers(self, n: int = 1) -> list[int]:
+        """Starts more workers; returns their ids."""
+        self._require_ready("add_workers", waits=False)
+        _require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
+        return self._board.add_workers(n)
+
+    def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
+        """Ends workers after the closures they have in hand, and waits until they have ended.
+
+        The rest of their shares of per-worker data is not drawn: the next ``iter(dataset)``
+        shares the data among the workers present then.
+
+        Args:
+          ids_or_n: which workers, or how many, the latest first.
+
+        Raises:
+          ValueError: an unknown id, or no worker would be left.
+        """
+        self._require_ready("remove_workers")
+        self._board.remove_workers(functools.partial(_choose, ids_or_n))
+
+    # -- snapshots ------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A context in which no closure runs, so that variables read there are consistent.
+
+        Running closures finish first; the queue is kept, and continues afterwards. A restore in
+        another thread waits until the block has ended.
+
+        Example:
+          >>> strategy = dj.ParameterServerStrategy(workers=2)
+          >>> with strategy.scope():
+          ...     w, count = dj.Variable(1.0), dj.Variable(0)
+          >>> with dj.Coordinator(strategy) as coordinator, coordinator.paused():
+          ...     values = w.value, count.value
+        """
+        self._require_ready("paused")
+        with self._board.paused():
+            yield
+
+    def snapshot(self) -> Snapshot:
+        """Returns a copy of the state of all servers, between two closures: see `paused`.
+
+        Includes the positions of iterators over per-worker datasets.
+
+        Raises:
+          ServerLostError: a server is lost.
+        """
+        self._require_ready("snapshot")
+        with self._board.paused():
+            servers = [server.snapshot() for server in self._strategy.engine.servers]
+            iterators = tuple(self._iterators)  # another thread may begin an iteration meanwhile
+            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in iterators)
+            strategy = weakref.ref(self._strategy)
+            self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
+        return self._snapshot
+
+    def restore(self, snapshot: Snapshot | None = None) -> int:
+        """Restores all servers to a snapshot; returns how many closures it contains.
+
+        The results of closures that it does not contain, including queued and running ones, become
+        a `ServerLostError`. If any was not over, the next `join` raises it, once.
+
+        Args:
+          snapshot: the snapshot; None: the latest.
+
+        Raises:
+          RuntimeError: there is no snapshot.
+          TypeError, ValueError: something else, or a snapshot of another strategy.
+        """
+        self._require_ready("restore")
+        if snapshot is not None:
+            require_snapshot(snapshot, self._strategy)
+        snapshot = snapshot or self._snapshot
+        require(
+            snapshot is not None,
+            "restore needs a snapshot",
+            got="none, and none was taken",
+            why="servers go back to what they had when it was taken",
+            fix="snapshot = coordinator.snapshot(), now and then",
+            error=RuntimeError,
+        )
+        assert snapshot is not None, "as was checked"
+        with self._board.paused(is_restore=True):
+            num_over = self._board.undo(snapshot.closures)
+            # From here on, servers reject pushes for any closure from before that.
+            for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
+                server.restore(saved, num_over)
+            for iterator, positions in snapshot.positions.items():
+                iterator.restore(positions)
+        self._snapshot = snapshot
+        return snapshot.closures
+
+    # -- statistics -----------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Returns statistics, as a dict of numbers.
+
+        closures: how many are scheduled (in total), running, done, failed, cancelled, retried;
+        queue; versions: of the servers; staleness: a histogram of the pushes by others between
+        a pull and its push; bytes_pulled, bytes_pushed; pushes_per_second; workers; servers.
+        """
+        board, engine = self._board, self._strategy.engine
+        counts = board.counts
+        names = ("scheduled", "done", "failed", "cancelled", "retried")
+        servers = [(server, server.report()) for server in engine.servers]
+        totals = _add(report for _, report in servers)
+        totals.subtract(self._before)
+        staleness = {k: n for k, n in totals.items() if isinstance(k, int) and n}
+        return {
+            "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
+            "queue": len(board.queue),
+            "versions": [report.version for _, report in servers],
+            "staleness": dict(sorted(staleness.items())),
+            "bytes_pulled": totals["pulled"],
+            "bytes_pushed": totals["pushed"],
+            "pushes_per_second": sum(staleness.values()) / (time.monotonic() - board.started),
+            "workers": board.describe_workers(),
+            "servers": [
+                {"id": s.number, "pid": s.pid, "version": report.version, "bytes": report.nbytes}
+                for s, report in servers
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return f"Coordinator({self._strategy!r})"
+
+    __reduce__ = refuses_pickle(
+        "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
+    )
+
+    def _require_ready(self, method: str, *, waits: bool = True) -> None:
+        """Raises unless a method, which may wait for workers, can be called here and now."""
+        require_outside_of_steps(method)
+        if waits:
+            self._board.pauses.require_not_drawing(method)
+        require(
+            self._closing.alive,
+            f"{method} needs an open coordinator",
+            got="one that was closed",
+            why="its workers have ended",
+            fix="coordinator = dj.Coordinator(strategy) opens another",
+            error=RuntimeError,
+        )
+
+
+def _add(reports: Iterable[Report]) -> collections.Counter[int | str]:
+    """Returns how many pushes had each staleness, and the bytes pulled and pushed."""
+    totals: collections.Counter[int | str] = collections.Counter()
+    for report in reports:
+        totals.update({"pulled": report.bytes_pulled, "pushed": report.bytes_pushed})
+        totals.update(report.staleness)
+    return totals
+
+
+def _not_ended(left: Sequence[str], timeout: float | None) -> str:
+    return message(
+        f"a coordinator whose block raises needs its workers to end within {timeout:g} s",
+        got="; ".join(left),
+        why="the error of the block is raised now, and their threads end when they get that far",
+        fix="let the data end when the block does, or bound its waits: queue.get(timeout=60)",
+    )
+
+
+# -- its arguments ------------------------------------------------------------
+
+
+def require_servers(strategy: object) -> None:
+    """Raises a TypeError unless it is a strategy that has parameter servers."""
+    # A `dj.compat` adapter has all names of the strategy it wraps, and would get another board.
+    require(
+        isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"),
+        "Coordinator needs a ParameterServerStrategy",
+        got=describe_value(strategy),
+        why="it schedules steps on workers that have parameter servers",
+        fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); for a dj.compat adapter of "
+        "one: dj.Coordinator(strategy.wrapped)",
+        error=TypeError,
+    )
+
+
+def require_snapshot(snapshot: object, strategy: ServerStrategy) -> None:
+    """Raises a TypeError or ValueError unless it is a snapshot of the servers of `strategy`."""
+    is_snapshot = isinstance(snapshot, Snapshot)
+    if is_snapshot and snapshot.strategy() is strategy:
+        return
+    raise (ValueError if is_snapshot else TypeError)(
+        message(
+            f"restore needs a snapshot of the servers of {strategy!r}",
+            got=f"one of another strategy: {snapshot!r}"
+            if is_snapshot
+            else describe_value(snapshot),
+            why="servers go back to the values that they themselves had",
+            fix="snapshot = coordinator.snapshot(); dj.checkpoint takes values from one strategy "
+            "to another",
+        )
+    )
+
+
+def _require_positive(value: object, method: str, name: str, fix: str) -> None:
+    why = "it is a number of workers or closures"
+    require_int(f"{method}: {name}", value, 1, why=why, fix=fix)
+
+
+def _choose(ids_or_n: int | Iterable[int], known: list[int]) -> list[int]:
+    """Returns the ids of the workers to remove, of those that there are."""
+    if isinstance(ids_or_n, Iterable):
+        ids = list(dict.fromkeys(ids_or_n))
+    else:
+        _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
+        ids = known[-ids_or_n:]
+    require(
+        set(ids) < set(known),
+        "remove_workers needs the ids of existing workers, and one worker to remain",
+        got=f"{ids_or_n!r}, of the workers {known}",
+        why="something has to run what is scheduled",
+        fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
+        "coordinator.close() ends all",
+    )
+    return ids

@@ -1,0 +1,731 @@
+"""A replica trace as stages: what a worker computes, then the merges that run at the servers.
+
+A merge that reads or writes a variable runs where the variable lives. The equations that compute
+its arguments are in its stage or in an earlier one; whatever needs one of its results is in a later
+one. Merges of one stage do not need each other's results, so they become one function, the update
+of the stage. It is cut into a part for the worker, and a share for each server.
+
+An equation of a merge that depends on no variable can run on either side. Which ones run at the
+worker is a minimum cut of the graph of the update: its edges are values, weighted by their bytes,
+once for each server that needs them. Among cuts of equal weight, the latest one leaves the least to
+the servers: there are many workers, and all of them wait for a server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from distjax._src import inner_traces, jax_compat, user_lines
+from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
+from distjax._src.jaxprs import CALLS
+from distjax._src.placement.topology import Topology
+from distjax._src.replica.analysis import MERGE_NAME
+from distjax._src.replica.emit import JaxprEmitter
+from distjax._src.replica.global_value import GlobalValue, as_user_value
+from distjax._src.replica.merge import (
+    BatchedMerge,
+    CotangentMerge,
+    Merge,
+    TangentMerge,
+    UserMerge,
+    WeakMerge,
+)
+from distjax._src.servers.cutting.code import (
+    NOTHING_RUN,
+    Code,
+    NamedCode,
+    aval_of_atom,
+    eval_opened,
+    in_own_buffers,
+    open_code,
+    trace_code,
+)
+from distjax._src.servers.cutting.rows import in_shards
+from distjax._src.servers.plan import Push
+from distjax._src.servers.storage import Part, num_bytes, parts_of, sizes_of
+from distjax._src.variables.state import find_variables, variable_p
+from distjax._src.variables.variable import Variable
+from distjax.errors import MergeError, message
+
+# -- which values differ per replica of a worker, and how programs hold them --
+
+
+@dataclass(frozen=True)
+class Localities:
+    """How the values of a trace are held: as one array, with a row per replica if they may differ.
+
+    Attributes:
+      topology: the replicas of a worker.
+      varying: the names of the values that may differ; with one replica, none.
+    """
+
+    topology: Topology
+    varying: frozenset[Any]
+
+    def aval(self, name: Var) -> ShapedArray:
+        """Returns shape and dtype of the array that holds a value."""
+        aval = aval_of_atom(name)
+        if name not in self.varying:
+            return aval
+        shape = (self.topology.num_replicas, *aval.shape)
+        return ShapedArray(shape, aval.dtype, weak_type=aval.weak_type)
+
+    def value(self, name: Hashable, array: jax.Array) -> GlobalValue:
+        """Returns the array that holds a value as a `GlobalValue`, varying or not."""
+        return GlobalValue(array, not isinstance(name, Literal) and name in self.varying)
+
+    def array(self, value: GlobalValue) -> Any:
+        """Returns the array that holds a value."""
+        is_one = self.topology.num_replicas == 1
+        return as_user_value(value, self.topology) if is_one else jnp.asarray(value.array)
+
+
+def find_localities(
+    jaxpr: Jaxpr, consts: Sequence[Any], args_varying: Sequence[bool], topology: Topology
+) -> Localities:
+    """Returns the localities of all values of a replica trace.
+
+    Emits the trace abstractly, as other strategies do, and keeps which values the emitter proved
+    equal.
+    """
+    if topology.num_replicas == 1:
+        return Localities(topology, frozenset())
+    given = Localities(
+        topology, frozenset(v for v, t in zip(jaxpr.invars, args_varying, strict=True) if t)
+    )
+    ins = [*jaxpr.invars, *find_variables(jaxpr)]
+    atoms = (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars)
+    names = list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+    everything = jax_compat.new_jaxpr(jaxpr, (), jaxpr.invars, names, jaxpr.eqns)
+    found: list[GlobalValue] = []
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        values = [given.value(v, x) for v, x in zip(ins, arrays, strict=True)]
+        known = dict(zip(ins, values, strict=True))
+        known.update((v, given.value(v, c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+        args = values[: len(jaxpr.invars)]
+        found[:] = JaxprEmitter(topology).emit(everything, (), args, known)
+        return [value.array for value in found]
+
+    inner_traces.trace_jaxpr(run, list(map(given.aval, ins)), only_shapes=True)
+    return Localities(
+        topology, frozenset(v for v, x in zip(names, found, strict=True) if x.varying)
+    )
+
+
+# -- merges at servers --------------------------------------------------------
+
+
+#: What users may have written for a primitive.
+_CONSTRUCTS = {
+    "cond": "a branch (cond or switch)",
+    "remat": "checkpoint",
+    "remat2": "checkpoint",
+    "scan": "a loop (scan or fori_loop)",
+    "while": "a loop (while_loop or fori_loop)",
+}
+
+
+@dataclass(frozen=True)
+class ServerMerge:
+    """A merge that reads or writes variables: one equation of a replica trace.
+
+    Attributes:
+      eqn: the equation.
+      read: for each operand, the variable whose value it is; None for an argument, which is sent.
+      written: the variables whose new values are its last results.
+    """
+
+    eqn: JaxprEqn
+    read: tuple[Variable | None, ...]
+    written: tuple[Variable, ...]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The operands that are sent to the servers."""
+        pairs = zip(self.eqn.invars, self.read, strict=True)
+        return [atom for atom, variable in pairs if variable is None]
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """The equations of a worker, and the merges that follow them."""
+
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    merges: list[ServerMerge] = field(default_factory=list)
+
+
+def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
+    """Returns an equation as a merge at servers; None if it is not one."""
+    if eqn.primitive.name != MERGE_NAME:
+        return None
+    merge = _merge_of_user(eqn.params["merge"])
+    if not merge.read and not merge.written:
+        return None
+    is_own = isinstance(eqn.params["merge"], WeakMerge)  # a derivative of one writes nothing
+    num_arguments = len(merge.args.leaves)
+    read = [None] * num_arguments + merge.read
+    read += [None] * (len(eqn.invars) - len(read))
+    return ServerMerge(eqn, tuple(read), tuple(merge.written) if is_own else ())
+
+
+def _merge_of_user(merge: Merge) -> UserMerge:
+    """Returns the user's merge, of which `merge` may be a derivative or a mapped form."""
+    if isinstance(merge, WeakMerge):
+        found = merge.user_merge
+        assert found is not None, "the trace keeps its merges alive"
+        return found
+    assert isinstance(merge, (TangentMerge, CotangentMerge, BatchedMerge)), "no other merges"
+    return _merge_of_user(merge.tangent if isinstance(merge, CotangentMerge) else merge.base)
+
+
+# -- merges in calls ----------------------------------------------------------
+
+
+def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple[Jaxpr, list[Any]]:
+    """Returns the trace with calls inlined, so that each merge at servers is a top-level equation.
+
+    Raises:
+      MergeError: one is inside of a loop or branch.
+    """
+    if all(as_server_merge(e) or not _holds_server_merge(e) for e in jaxpr.eqns):
+        return jaxpr, list(consts)
+    avals = [v.aval for v in jaxpr.invars]
+    axis_env = [(topology.axis_name, topology.num_replicas)]
+    opens = lambda eqn: as_server_merge(eqn) is None and _holds_server_merge(eqn)
+    opened = lambda *args: eval_opened(jaxpr, consts, args, opens)
+    return inner_traces.trace_jaxpr(opened, avals, axis_env)
+
+
+def _holds_server_merge(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is, or holds, a merge at servers.
+
+    Raises:
+      MergeError: it holds one, and is not a call.
+    """
+    if as_server_merge(eqn) is not None:
+        return True
+    inner = (e for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+    found = next(filter(_holds_server_merge, inner), None)
+    name = eqn.primitive.name
+    if found is not None and (name not in CALLS or name.startswith(("remat", "checkpoint"))):
+        raise MergeError(_loop_text(name, found))
+    return found is not None
+
+
+def _loop_text(name: str, merge: JaxprEqn) -> str:
+    name = _CONSTRUCTS.get(name, name)
+    return message(
+        f"a merge_call that meets a parameter server needs to stand outside of {name}",
+        got=f"one inside of it, at {user_lines.source_line(merge)}",
+        why="every pass of it would be a round trip to the server (a write of a variable in a "
+        "replica function is such a merge)",
+        fix="collect inside what the variables need, and merge once after it; or put all of it "
+        "into the merge function, which runs at the server",
+    )
+
+
+# -- stages -------------------------------------------------------------------
+
+
+def read_parts(snapshot: Mapping[Var, Variable]) -> tuple[list[JaxprEqn], dict[Var, Part]]:
+    """Returns equations that join variables from their parts, and the parts by name."""
+    eqns: list[JaxprEqn] = []
+    pulled: dict[Var, Part] = {}
+    for name, variable in snapshot.items():
+        parts, names = parts_of(variable), [name]
+        if len(parts) > 1:
+            avals = [jax_compat.ShapedArray(part.shape, part.dtype) for part in parts]
+            joined = trace_code(lambda *rows: [jax.lax.concatenate(rows, 0)], avals)
+            eqns += [eqn.replace(outvars=[name]) for eqn in joined.jaxpr.eqns]
+            names = joined.inputs
+        pulled.update(zip(names, parts, strict=True))
+    return eqns, pulled
+
+
+def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:
+    """Returns the equations that `results`, effects and writes need, each in its stage."""
+    stages = [TracedStage()]
+    level: dict[Any, int] = {}
+    latest = 0  # merges keep the order of the program
+    for eqn, merge in _needed(jaxpr, results):
+        atoms = eqn.invars if merge is None else merge.arguments
+        stage = max((level.get(v, 0) for v in atoms if not isinstance(v, Literal)), default=0)
+        if merge is None:
+            stages[stage].eqns.append(eqn)
+        else:
+            stage = latest = max(stage, latest)
+            stages[stage].merges.append(merge)
+        produced = stage if merge is None else stage + 1
+        level.update((v, produced) for v in eqn.outvars)
+        if produced == len(stages):
+            stages.append(TracedStage())
+    return stages if stages[-1].eqns or len(stages) == 1 else stages[:-1]
+
+
+def _needed(jaxpr: Jaxpr, results: Sequence[Any]) -> Iterator[tuple[JaxprEqn, ServerMerge | None]]:
+    """Yields the equations that results, effects and writes depend on."""
+    needed = {v for v in results if not isinstance(v, Literal)}
+    kept: list[tuple[JaxprEqn, ServerMerge | None]] = []
+    for eqn in reversed(jaxpr.eqns):
+        merge = as_server_merge(eqn)
+        has_effect = bool(eqn.effects) or (merge is not None and bool(merge.written))
+        if eqn.primitive is variable_p or not (has_effect or needed.intersection(eqn.outvars)):
+            continue
+        kept.append((eqn, merge))
+        atoms = eqn.invars if merge is None else merge.arguments
+        needed.update(v for v in atoms if not isinstance(v, Literal))
+    yield from reversed(kept)
+
+
+# -- the update of a stage ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Update:
+    """The merges of one stage, as one function.
+
+    Attributes:
+      code: (*current values of `parts`, *operands) -> (*new values of `written`, *answers).
+      parts: the parts of the variables that a merge reads or writes.
+      operands: the names, in the trace, of what the worker sends.
+      written: the parts of variables that get new values.
+      answers: the names, in the trace, of the results that the worker needs.
+    """
+
+    code: Code
+    parts: tuple[Part, ...]
+    operands: tuple[Var, ...]
+    written: tuple[Part, ...]
+    answers: tuple[Var, ...]
+
+
+def trace_update(
+    merges: Sequence[ServerMerge],
+    constants: dict[Var, Any],
+    needed: set[Var],
+    localities: Localities,
+) -> Update:
+    """Returns the merges of one stage as one function.
+
+    Args:
+      merges: in the order of the program: each sees what the one before has written.
+      constants: the constants of the trace, by name; they are not sent.
+      needed: the names of what the worker needs afterwards.
+      localities: how the values of the trace are held.
+    """
+    read = (v for m in merges for v in (*m.read, *m.written) if v is not None)
+    variables = tuple(dict.fromkeys(read))
+    atoms = (a for m in merges for a in m.arguments if not isinstance(a, Literal))
+    operands = tuple(dict.fromkeys(a for a in atoms if a not in constants))
+    written = tuple(dict.fromkeys(v for m in merges for v in m.written))
+    answers = tuple(v for m in merges for v in m.eqn.outvars if v in needed)
+
+    def update(*arrays: jax.Array) -> list[Any]:
+        now = dict(zip(variables, arrays, strict=False))
+        env = {**constants, **dict(zip(operands, arrays[len(variables) :], strict=True))}
+        for merge in merges:
+            _run_merge(merge, now, env, localities)
+        return [*(now[v] for v in written), *(env[v] for v in answers)]
+
+    avals = [ShapedArray(v.shape, v.dtype) for v in variables]
+    avals += map(localities.aval, operands)
+    code, parts = trace_code(update, avals), _parts_of_all(variables)
+    if len(parts) > len(variables):
+        taken = [*map(sizes_of, variables), *(() for _ in operands)]
+        given = [*map(sizes_of, written), *(() for _ in answers)]
+        code = in_shards(code, taken, given)
+    return Update(code, parts, operands, _parts_of_all(written), answers)
+
+
+def _parts_of_all(variables: Sequence[Variable]) -> tuple[Part, ...]:
+    return tuple(part for v in variables for part in parts_of(v))
+
+
+def _run_merge(
+    merge: ServerMerge, now: dict[Variable, Any], env: dict[Any, Any], localities: Localities
+) -> None:
+    """Runs a merge on the current values of its variables."""
+    values = []
+    for atom, variable in zip(merge.eqn.invars, merge.read, strict=True):
+        if variable is not None:
+            values.append(GlobalValue(now[variable], False))
+        else:
+            value = atom.val if isinstance(atom, Literal) else env[atom]
+            values.append(localities.value(atom, value))
+    outs = merge.eqn.params["merge"].emit(values, localities.topology)
+    results = list(map(localities.array, outs))
+    env.update(zip(merge.eqn.outvars, results, strict=True))
+    num_results = len(results) - len(merge.written)
+    now.update(zip(merge.written, results[num_results:], strict=True))
+
+
+# -- answers that need several servers: the worker joins their shares ---------
+
+
+def join_answers(update: Update) -> tuple[Update, NamedCode]:
+    """Returns an update whose answers need one server each, and code that joins the others."""
+    code = open_code(update.code)
+    homes = _Homes(update, code)
+    num_written = len(update.written)
+    outs = list(zip(update.answers, code.outputs[num_written:], strict=True))
+    joint = [(name, v) for name, v in outs if homes.are_several(v)]
+    if not joint:
+        return update, NOTHING_RUN
+    own = [pair for pair in outs if pair not in joint]
+    at_worker = [e for e in homes.eqns if not e.effects and homes.leaves_to_worker(e)]
+    asked = homes.shares_of([v for _, v in joint], at_worker)
+    operands = code.inputs[len(update.parts) :]
+    made = code.between([*asked, *operands], [v for _, v in joint], at_worker)
+    ends = [*code.outputs[:num_written], *(v for _, v in own), *asked]
+    names = (*(name for name, _ in own), *asked)
+    rest = dataclasses.replace(
+        update, code=code.between(code.inputs, ends, homes.eqns), answers=names
+    )
+    joined = NamedCode(made, (*asked, *update.operands), tuple(name for name, _ in joint))
+    return rest, joined
+
+
+class _Homes:
+    """At which servers the values of an update can be computed.
+
+    Args:
+      update: the update.
+      code: its code, opened.
+
+    Attributes:
+      eqns: the equations of the code; one with several results is split into one for each, as
+        these may have different homes.
+    """
+
+    def __init__(self, update: Update, code: Code):
+        self._homes: dict[Var, frozenset[int | None]] = {
+            v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
+        }
+        self.eqns: list[JaxprEqn] = []
+        for eqn in code.jaxpr.eqns:
+            each = [eqn]
+            if len(eqn.outvars) > 1 and not eqn.effects:
+                made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
+                each = list(dict.fromkeys(made))  # once, if it cannot be split
+            self.eqns += each
+            for one in each:
+                homes = frozenset[int | None]().union(*map(self._of, one.invars))
+                self._homes.update(dict.fromkeys(one.outvars, homes))
+
+    def _of(self, atom: Var | Literal) -> frozenset[int | None]:
+        return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
+
+    def are_several(self, atom: Var | Literal) -> bool:
+        """Returns whether a value depends on variables of several servers."""
+        return len(self._of(atom) - {None}) > 1
+
+    def leaves_to_worker(self, eqn: JaxprEqn) -> bool:
+        """Returns whether the worker may run an equation: no single server can, or none has to."""
+        out = eqn.outvars[0]
+        return self.are_several(out) or not self._of(out)
+
+    def shares_of(self, wanted: list[Any], eqns: list[JaxprEqn]) -> list[Var]:
+        """Returns the operands of `eqns` that single servers compute, if `wanted` needs them."""
+        needed, found = set(wanted), dict[Any, None]()
+        for eqn in reversed(eqns):
+            if needed.isdisjoint(eqn.outvars):
+                continue
+            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
+                if self._of(v) and not self.are_several(v):
+                    found.setdefault(v)
+                else:
+                    needed.add(v)
+        return list(found)
+
+
+def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
+    """Returns `eqn` reduced to one of its results, and to the operands which that needs."""
+    atoms = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+    alone = jax_compat.new_jaxpr(like, (), atoms, [out], [eqn])
+    return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns
+
+
+# -- shares by owner ----------------------------------------------------------
+
+
+def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
+    """Returns the numbers of the results that each server computes.
+
+    A part is written where it lives; an answer is computed where the variables that it reads live.
+    """
+    numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
+    for number, part in enumerate(update.written):
+        for server in numbers if part.server is None else (part.server,):
+            numbers[server].append(number)
+    for number in range(len(update.written), len(update.written) + len(update.answers)):
+        numbers[_answers_at(update, number, num_servers)].append(number)
+    return {k: v for k, v in numbers.items() if v}
+
+
+def _answers_at(update: Update, number: int, num_servers: int) -> int:
+    if num_servers == 1:
+        return 0
+    return _first_server(_parts_used(update, [number]) or update.parts, 0)
+
+
+def _first_server(parts: Iterable[Part], default: int) -> int:
+    return min((part.server for part in parts if part.server is not None), default=default)
+
+
+def _effects_by_server(
+    update: Update, name: str, results: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Returns the numbers of the equations with effects, such as callbacks, that each server runs.
+
+    Each runs once: where its value is used, else where a variable that it reads lives.
+    """
+    found: dict[int, list[int]] = {}
+    needed = {server: update.code.needed(numbers, ()) for server, numbers in results.items()}
+    for number, eqn in enumerate(update.code.jaxpr.eqns):
+        if not eqn.effects:
+            continue
+        servers = [server for server in needed if number in needed[server]]
+        if len(servers) > 1:
+            raise MergeError(_shared_effect_text(name, servers))
+        read = _parts_used(update, (), [number])
+        servers = servers or [_first_server(read, min(results, default=0))]
+        found.setdefault(servers[0], []).append(number)
+    return found
+
+
+def _parts_used(
+    update: Update, results: Sequence[int], effects: Collection[int] = ()
+) -> list[Part]:
+    used = update.code.cut_to(results, effects).used
+    return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
+
+
+def cut_by_owner(update: Update, name: str, stage: int, num_servers: int) -> list[Push]:
+    """Returns what each server that takes part in an update is sent, does and answers.
+
+    Operands and answers have their names in the trace; they become slots later.
+
+    Raises:
+      MergeError: a server would need another one's variable, or several the value of a callback.
+    """
+    results = results_by_server(update, num_servers)
+    effects = _effects_by_server(update, name, results)
+    pushes: list[Push] = []
+    for server in sorted({*results, *effects}):
+        own = results.get(server, []), effects.get(server, [])
+        code = update.code.cut_to(*own)
+        made: list[Any] = [*update.written, *update.answers]
+        writes = [made[i] for i in own[0] if i < len(update.written)]
+        names: list[Any] = [*update.parts, *update.operands]
+        taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
+        takes = [names[i] for i in taken if i < len(update.parts)]
+        if _foreign(takes, server):
+            raise MergeError(_foreign_text(update, name, server, *own))
+        code = in_own_buffers(code.taking(taken))
+        pushes.append(
+            Push(
+                server=server,
+                operands=tuple(names[i] for i in taken if i >= len(update.parts)),
+                takes=tuple(part.key for part in takes),
+                writes=tuple(part.key for part in writes),
+                answers=tuple(made[i] for i in own[0] if i >= len(update.written)),
+                program=code.as_program(f"{name} server {server}.{stage}"),
+            )
+        )
+    return pushes
+
+
+def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
+    """Returns the parts that `server` does not have."""
+    return [part for part in parts if part.server not in (None, server)]
+
+
+def _shared_effect_text(name: str, servers: Sequence[int]) -> str:
+    return message(
+        f"{name} needs callbacks in merges whose value one server uses",
+        got=f"one whose value servers {' and '.join(map(str, servers))} use",
+        why="each of them would call it, and servers do not talk to each other",
+        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,))",
+    )
+
+
+def _foreign_text(
+    update: Update, name: str, server: int, results: Sequence[int], effects: Sequence[int]
+) -> str:
+    written = [i for i in results if i < len(update.written)]
+    wrong = [i for i in written if _foreign(_parts_used(update, [i]), server)]
+    what = f"variable {update.written[wrong[0]].name!r}" if wrong else "a callback of its merge"
+    used = _parts_used(update, wrong[:1]) if wrong else _parts_used(update, results, effects)
+    foreign = _foreign(used, server)
+    lives = ", ".join(f"{part.name!r} {part.lives}" for part in foreign[:3])
+    lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+    other, whole = foreign[0].variable, ""
+    if any(part.is_shard for part in foreign):
+        whole = "; or leave variables whole: partitioner=lambda shape, dtype: [1] * len(shape)"
+    fix = f"{_ONE_SERVER}, where all variables live together{whole}"
+    if other.isidentifier():  # not a slot or an accumulator, such as w/accumulator
+        fix = (
+            f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
+            f"them live together: with strategy.extended.colocate_vars_with({other}): ...; or "
+            f"{_ONE_SERVER}{whole}"
+        )
+    return message(
+        f"{name} needs merges whose variables live at one server",
+        got=f"{what}, computed at server {server}, from variables {lives}",
+        why="servers do not talk to each other: each updates what it has, from what a worker "
+        "sends; a shard of a partitioned variable from its own rows",
+        fix=fix,
+    )
+
+
+_ONE_SERVER = "dj.ParameterServerStrategy(servers=1)"
+
+
+# -- which part runs at the worker: the fewest bytes --------------------------
+
+
+#: The ends of the graph, and the capacity of an edge that no cut may cross.
+WORKER, SERVERS = "worker", "servers"
+ENDLESS = 1 << 30
+
+
+def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, Update]:
+    """Returns the part of an update that the worker runs before it sends anything, and the rest."""
+    code, num_written = update.code, len(update.written)
+    current, operands = _split_at(code.inputs, len(update.parts))
+    written, answers = _split_at(code.jaxpr.outvars, num_written)
+    eqns = list(enumerate(code.jaxpr.eqns))
+    late = [e for i, e in eqns if i not in early]
+    names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
+    at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
+
+    pairs = list(zip(update.answers, answers, strict=True))
+    own = [(name, v) for name, v in pairs if not isinstance(v, Literal) and v in at_worker]
+    asked = [pair for pair in pairs if pair not in own]
+    ends = [*written, *(v for _, v in asked)]
+    read = _values(v for e in late for v in e.invars) + _values(ends)
+    crossing = [v for v in dict.fromkeys(read) if v in at_worker]
+    computed = [v for v in crossing if v not in names]
+    first = [e for i, e in eqns if i in early or not e.effects]  # effects of the rest stay there
+    moved = code.between(operands, [*computed, *(v for _, v in own)], first)
+    rest = code.between([*current, *crossing], ends, late)
+    sent = tuple(names.get(v, v) for v in crossing)
+    return (
+        NamedCode(moved, update.operands, (*computed, *(name for name, _ in own))),
+        Update(rest, update.parts, sent, update.written, tuple(name for name, _ in asked)),
+    )
+
+
+def opened(update: Update) -> Update:
+    """Returns the update with its calls inlined, so that their equations can be cut too."""
+    return dataclasses.replace(update, code=open_code(update.code))
+
+
+def equations_at_worker(update: Update, num_servers: int) -> set[int]:
+    """Returns the numbers of the equations of an update that its worker runs."""
+    graph = _Graph(update)
+    graph.hold_in_order()
+    for server, numbers in results_by_server(update, num_servers).items():
+        graph.send(server, numbers)
+    graph.ask_for_answers()
+    return graph.worker_side()
+
+
+def slices_of_operands(update: Update) -> set[int]:
+    """Returns the numbers of the equations that slice what a worker sends."""
+    _, operands = _split_at(update.code.inputs, len(update.parts))
+    eqns = enumerate(update.code.jaxpr.eqns)
+    return {i for i, e in eqns if e.primitive.name == "slice" and e.invars[0] in operands}
+
+
+class _Graph:
+    """The graph of an update: a cut pays for each edge from the worker's side to the servers'.
+
+    Its nodes are the two ends, the equations by number, and (server, value) for a value that is
+    sent there. What depends on constants alone has no node: both sides compute it.
+    """
+
+    def __init__(self, update: Update):
+        self._update, self._jaxpr = update, update.code.jaxpr
+        current, operands = _split_at(update.code.inputs, len(update.parts))
+        self._maker: dict[Var, Any] = dict.fromkeys(current, SERVERS)
+        self._maker.update(dict.fromkeys(operands, WORKER))
+        for number, eqn in enumerate(self._jaxpr.eqns):
+            if eqn.effects or self._known(eqn.invars):
+                self._maker.update(dict.fromkeys(eqn.outvars, number))
+        self._edges: dict[tuple[Any, Any], int] = {}
+
+    def _known(self, atoms: Iterable[Any]) -> list[Var]:
+        """Returns the values among `atoms` that are not constants."""
+        return [v for v in _values(atoms) if v in self._maker]
+
+    def hold_in_order(self) -> None:
+        """Lets the worker run an equation only if it runs those that compute its operands."""
+        for number, eqn in enumerate(self._jaxpr.eqns):
+            for value in self._known(eqn.invars):
+                if self._maker[value] is not WORKER:
+                    self._edges[number, self._maker[value]] = ENDLESS
+            if eqn.effects:
+                self._edges[number, SERVERS] = ENDLESS
+
+    def send(self, server: int, numbers: Sequence[int]) -> None:
+        """Makes a cut pay for each value that one server needs and does not compute."""
+        code = self._update.code.cut_to(numbers)
+        for eqn in code.jaxpr.eqns:
+            made = self._known(eqn.outvars)
+            for value in self._known(eqn.invars) if made else ():
+                self._need(server, value, self._maker[made[0]])
+        num_written = sum(number < len(self._update.written) for number in numbers)
+        for value in self._known(code.jaxpr.outvars[:num_written]):
+            self._need(server, value, SERVERS)
+
+    def _need(self, server: int, value: Var, consumer: Hashable) -> None:
+        maker = self._maker[value]
+        if maker is not SERVERS:
+            self._edges[maker, (server, value)] = _num_bytes(value)
+            self._edges[(server, value), consumer] = ENDLESS
+
+    def ask_for_answers(self) -> None:
+        """Makes a cut pay for each answer that is computed at a server."""
+        for value in self._known(self._jaxpr.outvars[len(self._update.written) :]):
+            if isinstance(self._maker[value], int):
+                self._edges[WORKER, self._maker[value]] = _num_bytes(value)
+
+    def worker_side(self) -> set[int]:
+        """Returns the equations on the worker's side of the latest minimum cut."""
+        nodes = {WORKER: 0, SERVERS: 1}
+        for edge in self._edges:
+            for node in edge:
+                nodes.setdefault(node, len(nodes))
+        sizes = [size for size in self._edges.values() if size != ENDLESS]
+        unit = 1 + sum(sizes) // (ENDLESS // 2)  # so that no sum of capacities is too large
+        capacities = [x if x == ENDLESS else -(-x // unit) for x in self._edges.values()]
+        ends = np.array([[nodes[a], nodes[b]] for a, b in self._edges]).reshape(-1, 2).T
+        values = (np.array(capacities, np.int32), (ends[0], ends[1]))
+        capacity = coo_matrix(values, (len(nodes), len(nodes))).tocsr()
+        left = (capacity - maximum_flow(capacity, 0, 1).flow).maximum(0)
+        left.eliminate_zeros()
+        at_servers = set(breadth_first_order(left.T, 1, return_predecessors=False).tolist())
+        return {n for n, i in nodes.items() if isinstance(n, int) and i not in at_servers}
+
+
+def _split_at(items: Sequence[Any], number: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    return items[:number], items[number:]
+
+
+def _values(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _num_bytes(value: Var) -> int:
+    return max(1, num_bytes(aval_of_atom(value)))

@@ -1,0 +1,330 @@
+"""What runs in Ray's processes: workers and servers; of the user's code, only what makes data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax._src import jax_compat
+from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.placement.topology import mesh_topology, one_device_topology
+from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
+from distjax._src.servers.on_ray.processes import ProcessInfo, describe_this_process
+from distjax._src.servers.on_ray.wire import (
+    Done,
+    Failed,
+    OnWire,
+    Order,
+    Outcome,
+    Place,
+    ServerGone,
+    Unknown,
+    from_wire,
+    to_wire,
+)
+from distjax._src.servers.per_worker import Elements
+from distjax._src.servers.plan import CompiledPlans, Given, Programs, Push, Stage, StepPlan
+from distjax._src.servers.server import Answer, PushKey, Server
+from distjax._src.typing import PyTree
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class WorkerActor:
+    """A worker in its own process, which talks to the servers directly."""
+
+    def __init__(self, num_replicas: int, axis_name: str) -> None:
+        self._device, *others = jax.local_devices()[:num_replicas]
+        self._home = one_device_topology(self._device, 1, axis_name)
+        if others:
+            self._home = mesh_topology((self._device, *others), axis_name)
+        self._programs = Programs()
+        self._compiled = CompiledPlans()
+        self._plans: dict[int, StepPlan] = {}
+        self._datasets: dict[int, Elements] = {}
+        self._epoch = -1
+        self._servers: Sequence[ActorHandle[ServerActor]] = ()
+        #: By closure, from `begin` to the last `push`.
+        self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
+        self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
+
+    def describe_process(self) -> ProcessInfo:
+        return describe_this_process()
+
+    def add_plan(
+        self, plan: int, programs: StepPlan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
+    ) -> None:
+        """Stores a plan, and the current servers."""
+        self._plans[plan] = programs
+        self._epoch, self._servers = epoch, servers
+
+    def drop_plans(self, plans: Iterable[int]) -> None:
+        """Drops plans that the coordinator no longer has."""
+        for plan in plans:
+            self._plans.pop(plan, None)
+
+    # -- per-worker data ------------------------------------------------------
+
+    def draw(self, dataset: int, pickled: bytes, index: int) -> tuple[PyTree, list[np.ndarray]]:
+        """Returns an element with a struct in place of each array, and its arrays.
+
+        Args:
+          dataset: the number of the dataset.
+          pickled: the function that makes it.
+          index: the number of the element.
+        """
+        from ray import cloudpickle
+
+        try:
+            if dataset not in self._datasets:
+                self._datasets[dataset] = Elements(cloudpickle.loads(pickled))
+            element = jax.tree.map(_on_host, self._datasets[dataset][index])
+        except BaseException as error:  # Ray takes SystemExit as an order to end the process
+            return Failed.of(error), []
+        arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
+        return jax.tree.map(_as_struct, element), arrays
+
+    def drop_datasets(self, datasets: Iterable[int]) -> None:
+        """Drops datasets that the coordinator no longer has."""
+        for dataset in datasets:
+            self._datasets.pop(dataset, None)
+
+    # -- closures -------------------------------------------------------------
+
+    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
+        """Runs a whole attempt; `elements` has the arrays of those that the order names."""
+        outcome = self.begin(order, *elements)
+        while outcome is None:
+            outcome = self.push(order)
+        return outcome
+
+    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
+        """Pulls, and computes what comes before the first pushes."""
+        return self._guarded(order, lambda: self._begin(order, elements))
+
+    def push(self, order: Order) -> Outcome:
+        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
+        return self._guarded(order, lambda: self._go_on(order))
+
+    def _guarded(self, order: Order, act: Callable[[], Outcome]) -> Outcome:
+        if order.plan not in self._plans or order.epoch != self._epoch:
+            return Unknown()
+        try:
+            with order.modes():
+                return act()
+        except BaseException as error:  # see `draw`
+            self._attempts.pop(order.closure, None)
+            return ServerGone(error.server) if isinstance(error, _Gone) else Failed.of(error)
+
+    def _begin(self, order: Order, elements: Sequence[Sequence[np.ndarray]]) -> Outcome:
+        own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
+        sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
+        arrays = from_wire(sent, self._device)
+        task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
+        servers = _RemoteServers(self._servers, order, self._device, self._ready)
+        attempt = Attempt(task, servers, self._programs, self._home)
+        attempt.compile(self._compiled)
+        self._attempts[order.closure] = attempt, attempt.run()
+        return self._go_on(order)
+
+    def _go_on(self, order: Order) -> Outcome:
+        attempt, stages = self._attempts[order.closure]
+        if next(stages, None) is not None:
+            return None
+        del self._attempts[order.closure]
+        return Done(to_wire(attempt.results), attempt.versions)
+
+
+def _on_host(leaf: PyTree) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jax_compat.is_key_dtype(leaf.dtype)
+    return np.asarray(leaf) if isinstance(leaf, (jax.Array, np.generic)) and not is_key else leaf
+
+
+def _as_struct(leaf: PyTree) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return to_wire(leaf)
+
+
+class _Gone(Exception):
+    """A server does not answer."""
+
+    def __init__(self, server: int):
+        super().__init__(server)
+        self.server = server
+
+
+class _RemoteServers:
+    """The servers, as a worker in its own process sees them."""
+
+    def __init__(
+        self,
+        servers: Sequence[ActorHandle[ServerActor]],
+        order: Order,
+        device: jax.Device,
+        token: jax.Array,
+    ):
+        self._servers, self._order, self._device = servers, order, device
+        self._token = token
+
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
+        """Has them compile their programs; what is pulled, they send as it is."""
+        order = self._order
+        for stage, push, _ in pushes:
+            compiled = self._servers[push.server].compile.remote(order.plan, stage, order.modes)
+            _get_all({push.server: compiled})
+
+    def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
+        calls = {k: self._servers[k].pull.remote(keys) for k, keys in wanted.items()}
+        pulled = _get_all(calls)
+        return {k: (version, from_wire(values, self._device)) for k, (version, values) in pulled}
+
+    def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
+        order = self._order
+        key = order.closure, stage, order.attempt
+        ready = [to_wire(arrays) for _, arrays, _ in sent]  # waits until all is computed
+        calls = {
+            push.server: self._servers[push.server].push.remote(
+                order.plan, key, arrays, pulled, order.modes
+            )
+            for (push, _, pulled), arrays in zip(sent, ready, strict=True)
+        }
+        return [
+            Answer(version, tuple(from_wire(answers, self._device)), self._token)
+            for _, (version, answers) in _get_all(calls)
+        ]
+
+
+def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Returns each server's answer."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return list(zip(calls, ray.get(list(calls.values())), strict=True))
+    except RayActorError:
+        raise _Gone(_first_gone(calls)) from None
+    except RayTaskError as error:  # as it was raised in the other process
+        raise error.cause from None
+
+
+def _first_gone(calls: Mapping[int, Any]) -> int:
+    import ray
+    from ray.exceptions import RayActorError
+
+    for server, call in calls.items():
+        try:
+            ray.get(call)
+        except RayActorError:
+            return server
+        except Exception:  # another server's own error: a lost server takes precedence
+            continue
+    return next(iter(calls))
+
+
+# -- servers ------------------------------------------------------------------
+
+
+class ServerActor:
+    """A `Server` in its own process: no code of the user's.
+
+    Ray runs one call at a time, so no value changes while it is sent. Only `compile` runs beside
+    the others.
+
+    Args:
+      number: its number in the strategy.
+      plans: its pushes by plan and stage, for all current plans.
+    """
+
+    def __init__(self, number: int, plans: Mapping[int, Mapping[int, Push]]):
+        self._device = jax.local_devices()[0]
+        self._server = Server(number, self._device)
+        self._plans = dict(plans)
+
+    def describe_process(self) -> ProcessInfo:
+        return describe_this_process()
+
+    def add_plan(self, plan: int, pushes: Mapping[int, Push]) -> None:
+        """Stores the pushes of a plan to it, by stage."""
+        self._plans[plan] = pushes
+
+    def drop_plans(self, plans: Iterable[int]) -> None:
+        """Drops plans that the coordinator no longer has."""
+        for plan in plans:
+            self._plans.pop(plan, None)
+
+    def plans(self) -> list[int]:
+        """Returns the numbers of the plans that it has."""
+        return list(self._plans)
+
+    def ask(self, method: str, args: PyTree, modes: ProgramModes | None) -> PyTree:
+        """Returns the result of a method of `ParameterServer`."""
+        with modes() if modes else contextlib.nullcontext(), jax.enable_x64(True):
+            # 64 bits, since values only pass through.
+            result = getattr(self._server, method)(*from_wire(args, self._device))
+            return to_wire(result)
+
+    def tell(self, over: Iterable[int], removed: Iterable[str]) -> None:
+        """Drops closures that are over, and values of dead variables."""
+        for closure in over:
+            self._server.mark_done(closure)
+        self._server.remove(removed)
+
+    def pull(self, keys: Sequence[str]) -> tuple[int, list[OnWire]]:
+        """Returns the version, and the values at that version, for a worker."""
+        with jax.enable_x64(True):
+            version, values = self._server.pull(keys, None)
+            return version, to_wire(values)
+
+    def compile(self, plan: int, stage: int, modes: ProgramModes) -> None:
+        """Compiles a push, while others are applied: see `Server.compile`."""
+        with modes():
+            self._server.compile(self._plans[plan][stage])
+
+    def push(
+        self,
+        plan: int,
+        key: PushKey,
+        arrays: Sequence[OnWire],
+        pulled: int | None,
+        modes: ProgramModes,
+    ) -> tuple[int, list[OnWire]]:
+        """Returns version and answers of `Server.push`."""
+        operands = from_wire(arrays, self._device)
+        with modes():
+            answer = self._server.push(key, self._plans[plan][key[1]], operands, pulled=pulled)
+        return answer.version, to_wire(answer.arrays)
+
+
+# -- their processes ----------------------------------------------------------
+
+
+def make_worker(
+    options: Mapping[str, Any], num_replicas: int, axis_name: str
+) -> ActorHandle[WorkerActor]:
+    """Returns a new process of a worker."""
+    return _make(WorkerActor, options, ("draw", "drop_datasets"), num_replicas, axis_name)
+
+
+def make_server(
+    options: Mapping[str, Any], number: int, plans: Mapping[int, Mapping[int, Push]]
+) -> ActorHandle[ServerActor]:
+    """Returns a new process of a server."""
+    return _make(ServerActor, options, ("compile",), number, plans)
+
+
+def _make(kind: type, options: Mapping[str, Any], beside: Sequence[str], *args: object) -> Any:
+    """Returns a process whose methods `beside` run beside the others, one at a time."""
+    import ray
+
+    for method in beside:
+        ray.method(concurrency_group="beside")(getattr(kind, method))
+    given: Any = {**options, "concurrency_groups": {"beside": 1}}
+    remote: Any = ray.remote(**given)
+    return remote(kind).remote(*args)

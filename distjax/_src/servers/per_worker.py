@@ -1,0 +1,468 @@
+"""Per-worker data: elements that workers draw for themselves, by number.
+
+A dataset is read in the process of the worker that draws, or in the coordinator's: `Elements` gives
+the element of a number there, if need be by making the dataset again. The coordinator counts: a
+`Cursor` says which number comes next, and has what was given back. A `PerWorkerIterator` has a
+cursor for each worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import jax
+import numpy as np
+
+from distjax._src.data.options import InputContext
+from distjax._src.data.reader import drop, keeps_position
+from distjax._src.placement.transfer import without_alias
+from distjax._src.typing import DTypeLike, PyTree
+from distjax.errors import describe_value, message, require
+
+# -- the elements of one dataset ----------------------------------------------
+
+
+class DataEnded(Exception):
+    """There are no more elements for a worker."""
+
+
+class PerWorkerSource(Hashable, Protocol):
+    """Gives each worker its own values; may stand among the arguments of a closure."""
+
+    def draw(self, worker: int) -> Any:
+        """Returns a worker's next value, or raises DataEnded."""
+        ...
+
+    def peek(self, worker: int) -> Any:
+        """Returns what `draw` would return, without drawing it."""
+        ...
+
+    def give_back(self, worker: int, value: PyTree) -> None:
+        """Makes a drawn but unused value the next one again."""
+        ...
+
+
+class NumberedElements(Protocol):
+    """The elements of one dataset, by number, wherever it is read; `Elements` reads it here."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns an element; raises DataEnded if there are not so many."""
+        ...
+
+    def state(self) -> Any:
+        """Returns what `seek` may need to come back to the next element."""
+        ...
+
+    def seek(self, index: int, state: object = None) -> None:
+        """Makes the element with this number the next one."""
+        ...
+
+
+class Elements(NumberedElements):
+    """The elements of a dataset that is read in this process.
+
+    Args:
+      make: makes the dataset: at the first element, and to read an earlier one again.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]]):
+        self._make = make
+        self._source: Any = None
+        self._next = 0  # the number of the source's next element
+
+    def open(self) -> None:
+        """Makes the dataset now."""
+        if self._source is None:
+            self._source = iter(self._make())
+
+    def __getitem__(self, index: int) -> Any:
+        if index != self._next:
+            self.seek(index)
+        self.open()
+        try:
+            element = next(self._source)
+        except StopIteration:
+            raise DataEnded from None
+        self._next += 1
+        # The source may refill its memory while a program still reads this.
+        return jax.tree.map(without_alias, element)
+
+    def state(self) -> Any:
+        """Returns the state of a source with ``get_state`` and ``set_state``, else None."""
+        source = self._source
+        return copy.deepcopy(source.get_state()) if keeps_position(source) else None
+
+    def seek(self, index: int, state: object = None) -> None:
+        """Makes the dataset again, and goes to an element of it.
+
+        Raises:
+          ValueError: the dataset is too short, or can be read only once.
+        """
+        source: Any = iter(self._make())
+        if state is not None and keeps_position(source):
+            source.set_state(copy.deepcopy(state))
+        elif source is not self._source:
+            drop(enumerate(source), index, "per-worker data needs a dataset")
+        elif index != self._next:
+            raise ValueError(_once_only(index))
+        self._source, self._next = source, index
+
+
+class Position(NamedTuple):
+    """How far a dataset has been drawn.
+
+    Attributes:
+      num_read: how many elements were made.
+      returned: those of them that nobody has drawn, or that were given back; the next one last.
+      state: what the dataset needs to come back to the element after them.
+    """
+
+    num_read: int
+    returned: tuple[Any, ...]
+    state: Any
+
+
+class Cursor:
+    """Draws the elements of a dataset for one or several workers: each goes to one of them."""
+
+    def __init__(self, elements: NumberedElements):
+        self._elements = elements
+        self._lock = threading.RLock()  # held while an element is made, whose maker may call us
+        self._num_read = 0
+        self._returned: list[Any] = []
+
+    def draw(self) -> Any:
+        """Returns the next element.
+
+        Raises:
+          DataEnded: there is no more.
+        """
+        with self._lock:
+            if self._returned:
+                return self._returned.pop()
+            element = self._elements[self._num_read]
+            self._num_read += 1
+            return element
+
+    def peek(self) -> Any:
+        """Returns what `draw` would return; other threads' draws still find it."""
+        with self._lock:
+            self._returned.append(self.draw())
+            return self._returned[-1]
+
+    def give_back(self, element: PyTree) -> None:
+        """Makes an element the next one again."""
+        with self._lock:
+            self._returned.append(element)
+
+    def position(self) -> Position:
+        """Returns the position in the dataset."""
+        with self._lock:
+            return Position(self._num_read, tuple(self._returned), self._elements.state())
+
+    def restore(self, position: Position) -> None:
+        """Goes back to `position`.
+
+        Raises:
+          ValueError: the dataset is too short, or can be read only once.
+        """
+        with self._lock:
+            self._elements.seek(position.num_read, position.state)
+            self._num_read, self._returned = position.num_read, list(position.returned)
+
+
+def _once_only(count: int) -> str:
+    return message(
+        f"restore needs a per-worker dataset that can be read again, up to element {count}",
+        got="one that is its own iterator",
+        why="what it has given is gone",
+        fix="pass a list, a class with __iter__, or a function that makes the iterator",
+    )
+
+
+# -- arrays that stay in the process of the worker that drew them -------------
+
+
+class RemoteElement(Protocol):
+    """An element that a worker has drawn and kept."""
+
+    def fetch(self, number: int) -> np.ndarray:
+        """Returns one of its arrays."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RemoteArray:
+    """An array of an element that a worker has drawn, as the coordinator knows it.
+
+    The step is cut for a stand-in of its shape and dtype. The worker that runs the closure has the
+    array itself.
+
+    Attributes:
+      element: the element.
+      number: the number of the array in it.
+      shape: its shape.
+      dtype: the dtype in which it is wanted.
+    """
+
+    element: RemoteElement
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __repr__(self) -> str:
+        return f"RemoteArray(shape={self.shape}, dtype={self.dtype})"
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.element.fetch(self.number), dtype or self.dtype)
+
+    def astype(self, dtype: np.dtype) -> RemoteArray:
+        """Returns the same array, wanted in another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def stand_in(self) -> np.ndarray:
+        """Returns zeros of its shape and canonical dtype, which take the memory of one number."""
+        dtype = jax.dtypes.canonicalize_dtype(self.dtype)
+        return np.broadcast_to(np.zeros((), dtype), self.shape)
+
+
+#: A flat argument of a closure.
+Argument = jax.Array | np.ndarray | RemoteArray
+
+
+# -- for the user -------------------------------------------------------------
+
+
+def refuses_pickle(fix: str) -> Any:
+    """Returns a `__reduce__` of objects that are tied to workers and closures of this process.
+
+    Args:
+      fix: what to pickle instead.
+    """
+
+    def refuse(self: object) -> NoReturn:
+        raise TypeError(
+            message(
+                f"{self!r} needs to stay in its process",
+                got=f"pickle of a {type(self).__name__}, or of what holds one",
+                why="workers, closures and what they draw belong to this process",
+                fix=fix,
+            )
+        )
+
+    return refuse
+
+
+class PerWorkerValues:
+    """One value per worker; in a step, the value of the worker that runs it.
+
+    `schedule` gives the values to the workers there are then, in the order of their ids. One that
+    is removed afterwards takes its value with it, and one that is added has none: it takes no
+    closure that needs one.
+
+    Args:
+      values: by worker; as many as there are workers, else `schedule` raises a ValueError.
+
+    Source: tf.distribute.experimental.coordinator.PerWorkerValues.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        self.values = tuple(values)
+        self._by_worker: Mapping[int, Any] | None = None  # until `schedule` gives them out
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({list(self.values)!r})"
+
+    def draw(self, worker: int) -> Any:
+        """Returns the value of a worker."""
+        if self._by_worker is None or worker not in self._by_worker:
+            raise DataEnded
+        return self._by_worker[worker]
+
+    peek = draw
+
+    def give_back(self, worker: int, value: PyTree) -> None:
+        """Does nothing: the value is still there."""
+
+    @classmethod
+    def of_workers(cls, by_worker: Mapping[int, Any]) -> PerWorkerValues:
+        """Returns values of workers whose numbers need not start at 0."""
+        values = cls(tuple(by_worker.values()))
+        values._by_worker = dict(by_worker)
+        return values
+
+    def copy_for(self, workers: Sequence[int]) -> PerWorkerValues:
+        """Returns the values for these workers, in containers and numpy arrays of their own.
+
+        Elements that an iterator drew belong to their workers already.
+
+        Raises:
+          ValueError: as many values as there are workers are needed.
+        """
+        given = self._by_worker
+        if given is None:
+            if len(self.values) != len(workers):
+                raise ValueError(_values_text(len(self.values), workers))
+            given = dict(zip(workers, self.values, strict=True))
+        return self.of_workers({k: jax.tree.map(without_alias, v) for k, v in given.items()})
+
+
+class PerWorkerIterator:
+    """One iteration over a `PerWorkerDataset`.
+
+    As an argument of `schedule` it stands for the next element of the worker that runs the
+    closure. `next` on it returns one element of every worker, as `PerWorkerValues`.
+    """
+
+    def __init__(self, cursors: dict[int, Cursor]):
+        self._cursors = cursors
+
+    @property
+    def values(self) -> tuple[Cursor, ...]:
+        """The cursor of each worker; the same one for all if the dataset is shared."""
+        return tuple(self._cursors.values())
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> PerWorkerValues:
+        elements: dict[int, Any] = {}
+        try:
+            for worker in self._cursors:
+                elements[worker] = self.draw(worker)
+        except BaseException as error:
+            for worker, element in reversed(elements.items()):
+                self.give_back(worker, element)
+            if isinstance(error, DataEnded):
+                raise StopIteration from None
+            raise
+        return PerWorkerValues.of_workers(elements)
+
+    def __repr__(self) -> str:
+        return f"PerWorkerIterator(num_workers={len(self._cursors)})"
+
+    __reduce__ = refuses_pickle("coordinator.snapshot() keeps its position; or pickle its elements")
+
+    def draw(self, worker: int) -> Any:
+        """Returns a worker's next element, to be used by a closure."""
+        return self._cursor_of(worker).draw()
+
+    def peek(self, worker: int) -> Any:
+        """Returns the element that `draw` would return."""
+        return self._cursor_of(worker).peek()
+
+    def _cursor_of(self, worker: int) -> Cursor:
+        if worker not in self._cursors:  # it was added after the iteration had begun
+            raise DataEnded
+        return self._cursors[worker]
+
+    def give_back(self, worker: int, value: PyTree) -> None:
+        """Makes an element the worker's next one again."""
+        self._cursors[worker].give_back(value)
+
+    def positions(self) -> list[Position]:
+        """Returns the position of each cursor."""
+        return [cursor.position() for cursor in dict.fromkeys(self._cursors.values())]
+
+    def restore(self, positions: Sequence[Position]) -> None:
+        """Restores each cursor to its position."""
+        for cursor, position in zip(dict.fromkeys(self._cursors.values()), positions, strict=True):
+            cursor.restore(position)
+
+
+#: See `Engine.open_data`.
+OpenData = Callable[[int, Callable[[], Iterable[Any]]], NumberedElements]
+
+
+class PerWorkerDataset:
+    """A dataset from which each worker draws its own elements: see `Coordinator`.
+
+    Source: tf.distribute.experimental.coordinator.PerWorkerDataset.
+
+    Args:
+      source: a function of an `InputContext`, called for each worker; or a dataset, whose elements
+        go to whichever worker asks next.
+      workers: returns the ids of the current workers.
+      num_replicas: how many replicas each worker has.
+      open_data: (worker, make) -> elements, where the worker is; they are made when it needs the
+        first one. None: the dataset is made here, when an iteration begins.
+      iterators: to which each new iterator is added.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
+        workers: Callable[[], list[int]],
+        num_replicas: int,
+        open_data: OpenData | None,
+        iterators: weakref.WeakSet[PerWorkerIterator],
+    ):
+        self._source = source
+        self._workers = workers
+        self._num_replicas = num_replicas
+        self._open_data = open_data
+        self._iterators = iterators
+
+    def __repr__(self) -> str:
+        return f"PerWorkerDataset(num_workers={len(self._workers())})"
+
+    __reduce__ = refuses_pickle(
+        "pickle what it was made of, and make one there: "
+        "coordinator.create_per_worker_dataset(source)"
+    )
+
+    def __iter__(self) -> PerWorkerIterator:
+        workers, source = self._workers(), self._source
+        if isinstance(source, Iterable):
+            cursors = dict.fromkeys(workers, Cursor(_opened(lambda: source)))
+        else:
+            cursors: dict[int, Cursor] = {}
+            for number, worker in enumerate(workers):
+                context = InputContext(len(workers), number, self._num_replicas)
+                make = functools.partial(source, context)
+                opens = self._open_data
+                cursors[worker] = Cursor(_opened(make) if opens is None else opens(worker, make))
+        iterator = PerWorkerIterator(cursors)
+        self._iterators.add(iterator)
+        return iterator
+
+
+def _values_text(count: int, workers: Sequence[int]) -> str:
+    return message(
+        f"PerWorkerValues needs a value for each of the {len(workers)} workers",
+        got=f"{count} values for workers {list(workers)}",
+        why="a value without a worker would be dropped, and a worker without a value stay idle",
+        fix=f"dj.PerWorkerValues([value_of(worker) for worker in {list(workers)}])",
+    )
+
+
+def _opened(make: Callable[[], Iterable[Any]]) -> Elements:
+    elements = Elements(make)
+    elements.open()
+    return elements
+
+
+def require_source(fn_or_dataset: object, at: str) -> None:
+    """Raises unless these are arguments of `create_per_worker_dataset`."""
+    require(
+        isinstance(fn_or_dataset, Iterable) or callable(fn_or_dataset),
+        "create_per_worker_dataset needs a function of an InputContext, or a dataset",
+        got=describe_value(fn_or_dataset),
+        why="each worker draws elements of what it gives",
+        fix="coordinator.create_per_worker_dataset(lambda context: batches("
+        "context.input_pipeline_id))",
+        error=TypeError,
+    )
+    require(
+        at in ("worker", "coordinator"),
+        'create_per_worker_dataset needs at="worker" or at="coordinator"',
+        got=f"at={at!r}",
+        why="it says where the function is called",
+        fix='at="worker"',
+    )

@@ -1,0 +1,241 @@
+"""What a strategy shows of its values: `describe`, and `assert_mirrored`, which compares copies.
+
+JAX trusts a replicated array: it reads the first copy and never compares. A program that writes a
+value without reducing it (a hand-written `shard_map` without checks, an array built by a library)
+leaves differing copies behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from distjax._src import hooks, jax_compat
+from distjax._src.context import frames
+from distjax._src.objects.stateful import active_bridge
+from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement.topology import Topology
+from distjax._src.strategies.extended import StrategyExtended
+from distjax._src.tables import Table, as_html, as_text, format_bytes
+from distjax._src.typing import PyTree
+from distjax._src.variables.description import VariableDescription
+from distjax._src.variables.variable import Variable
+from distjax.errors import ContextError, LocalityError, message
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyDescription:
+    """A snapshot of a strategy; ``print`` it or show it in a notebook.
+
+    Attributes:
+      strategy: the strategy's repr.
+      num_replicas: R.
+      devices: its devices, replica by replica.
+      devices_per_replica: how many of them each replica owns; 0 where all replicas
+        share one device.
+      variables: its live variables in order of creation, then those in Flax NNX
+        objects placed for it, by name.
+      workers: under `ParameterServerStrategy`, the devices of each worker, which has
+        `num_replicas` replicas of its own; `devices` lists them all. On Ray, where each
+        process has devices of its own, only their numbers are known.
+    """
+
+    strategy: str
+    num_replicas: int
+    devices: tuple[str, ...]
+    devices_per_replica: int
+    variables: tuple[VariableDescription, ...]
+    workers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all variables in the memory of each device."""
+        return sum(v.bytes_per_device for v in self.variables)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all variables in host memory."""
+        return sum(v.host_bytes for v in self.variables)
+
+    def __str__(self) -> str:
+        return as_text(list(self._tables()))
+
+    def _repr_html_(self) -> str:
+        return as_html(list(self._tables()))
+
+    def _tables(self) -> Iterator[Table]:
+        count = self.devices_per_replica
+        share = {0: "shared by all replicas", 1: "one for each replica"}
+        share = share.get(count, f"{count} for each replica")
+        places = [("devices", self.devices)]
+        if self.workers:
+            places = [(f"devices of worker {i}", own) for i, own in enumerate(self.workers)]
+        facts = (
+            ("replicas of each worker" if self.workers else "replicas", str(self.num_replicas)),
+            *((where, f"{len(own)}, {share}: {', '.join(own)}") for where, own in places),
+            ("variables", str(len(self.variables))),
+            ("bytes per device", format_bytes(self.bytes_per_device)),
+        )
+        if self.host_bytes:
+            facts += (("bytes in host memory", format_bytes(self.host_bytes)),)
+        yield Table(self.strategy, (), facts)
+        if self.variables:
+            yield self._variable_table()
+
+    def _variable_table(self) -> Table:
+        header = ("name", "shape", "dtype", "synchronization", "aggregation", "placement")
+        rows = [
+            (v.name, str(list(v.shape)), v.dtype, v.synchronization, v.aggregation, v.placement)
+            for v in self.variables
+        ]
+        columns = [("bytes per device", [v.bytes_per_device for v in self.variables])]
+        if self.host_bytes:
+            columns.append(("bytes on host", [v.host_bytes for v in self.variables]))
+        for name, counts in columns:
+            header = (*header, name)
+            cells = [format_bytes(count) for count in counts]
+            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+        return Table("variables:", header, tuple(rows))
+
+
+def describe(
+    extended: StrategyExtended, variables: Sequence[VariableDescription] | None = None
+) -> StrategyDescription:
+    """Returns the description of a strategy: see `Strategy.describe`.
+
+    Args:
+      extended: that of the strategy.
+      variables: the descriptions of its variables; None: made from `extended.variables`.
+    """
+    topology = extended.topology
+    if variables is None:
+        living = sorted(extended.variables, key=lambda v: v.serial_number)
+        variables = [v.describe() for v in living if v.storage is not None]
+    bridge = active_bridge()
+    of_objects = bridge.describe(extended.strategy) if bridge is not None else ()
+    shared = topology.mesh is None and topology.num_replicas > 1
+    return StrategyDescription(
+        strategy=repr(extended.strategy),
+        num_replicas=topology.num_replicas,
+        devices=tuple(map(str, topology.devices)),
+        devices_per_replica=0 if shared else len(topology.devices) // topology.num_replicas,
+        variables=(*variables, *of_objects),
+    )
+
+
+# -- assert_mirrored -----------------------------------------------------------
+
+
+class _Copy(NamedTuple):
+    """One device's copy of a part of an array, with the same bits for every NaN."""
+
+    device: jax.Device
+    slices: tuple[slice, ...]
+    data: np.ndarray
+
+
+def require_equal_copies(topology: Topology, tree: PyTree) -> None:
+    """Raises if copies of a value differ: see `Strategy.assert_mirrored`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_replica)
+    named = [(_name(path, leaf), leaf) for path, leaf in leaves]
+    for name, leaf in named:
+        _require_one_value(name, leaf)
+    arrays = [
+        (name, leaf.stored.hand_out() if isinstance(leaf, Variable) else leaf)
+        for name, leaf in named
+        if isinstance(leaf, (Variable, jax.Array))
+    ]
+    copies = {name: list(_copies(array)) for name, array in arrays}
+    for told in hooks.on_compared:  # first: other processes get here, too
+        told(topology, copies)
+    for name, found in copies.items():
+        _compare_copies(topology, name, found)
+
+
+def _name(path: tuple[Any, ...], leaf: object) -> str:
+    where = f"the value{jax.tree_util.keystr(path)}"
+    return f"{where} (variable {leaf.name!r})" if isinstance(leaf, Variable) else where
+
+
+def _require_one_value(name: str, leaf: object) -> None:
+    in_trace = isinstance(leaf, Variable) and frames.current().state is not None
+    if in_trace or isinstance(leaf, jax_compat.Tracer):
+        raise ContextError(
+            message(
+                f"assert_mirrored needs values, not a trace of them, in {name}",
+                got=f"a traced value, in {frames.current().name}",
+                why="the copies exist only when the program runs",
+                fix="return the value and call strategy.assert_mirrored(value) outside",
+            )
+        )
+    is_components = isinstance(leaf, Variable) and leaf.policy.stacked
+    if is_components or is_per_replica(leaf):
+        what = "a sync-on-read variable" if is_components else "a PerReplica"
+        raise LocalityError(
+            message(
+                f"assert_mirrored needs one value that every replica holds, in {name}",
+                got=f"{what}: a value of its own for each replica",
+                why="such values may differ, so nothing can have drifted",
+                fix="leave it out, or reduce it first: strategy.reduce('mean', x)",
+            )
+        )
+
+
+def _compare_copies(topology: Topology, name: str, copies: Sequence[_Copy]) -> None:
+    first: dict[Any, _Copy] = {}
+    drifted: list[tuple[_Copy, _Copy, np.ndarray]] = []
+    for copy in copies:
+        reference = first.setdefault(str(copy.slices), copy)
+        varying = _differs(reference.data, copy.data)
+        if varying.any():
+            drifted.append((reference, copy, varying))
+    if drifted:
+        raise LocalityError(_drift_text(topology, name, drifted))
+
+
+def _copies(array: jax.Array) -> Iterator[_Copy]:
+    if jax_compat.is_key_dtype(array.dtype):
+        array = jax.random.key_data(array)
+    for shard in sorted(jax_compat.shards_of(array), key=lambda s: s.device.id):
+        yield _Copy(shard.device, shard.index, _with_equal_nans(np.asarray(shard.data)))
+
+
+def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns where the bits differ."""
+    first, second = (np.ascontiguousarray(x[..., None]).view(np.uint8) for x in (a, b))
+    return (first != second).any(axis=-1)
+
+
+def _with_equal_nans(array: np.ndarray) -> np.ndarray:
+    """Returns the array, with the same bits for every NaN: any two of them count as equal."""
+    is_nan = array != array
+    return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
+
+
+def _drift_text(
+    topology: Topology, name: str, drifted: Sequence[tuple[_Copy, _Copy, np.ndarray]]
+) -> str:
+    reference, copy, varying = drifted[0]
+    local = tuple(int(i) for i in np.argwhere(varying)[0])
+    index = tuple(i + (s.start or 0) for i, s in zip(local, copy.slices, strict=True))
+    who = ", ".join(_replica(topology, c.device) for _, c, _ in drifted)
+    return message(
+        f"{name} needs to be equal on every replica, and {who} drifted",
+        got=f"at index {index} {copy.data[local]} on {_replica(topology, copy.device)} and "
+        f"{reference.data[local]} on {_replica(topology, reference.device)}; "
+        f"{int(varying.sum())} of {varying.size} elements differ",
+        why="a program wrote values that were never reduced, and JAX reads the first copy only",
+        fix="reduce before writing: ctx.all_reduce('mean', x). To go on from the first copy: "
+        "strategy.extended.broadcast_to(np.asarray(x)), or v.assign(np.asarray(v.value))",
+    )
+
+
+def _replica(topology: Topology, device: jax.Device) -> str:
+    for replica in range(topology.num_replicas):
+        if topology.mesh is not None and device in topology.replica_devices(replica):
+            return f"replica {replica} ({device})"
+    return str(device)

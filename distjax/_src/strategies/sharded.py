@@ -1,0 +1,204 @@
+"""The strategies that keep variables elsewhere than on every replica.
+
+`ShardedStrategy` splits training state over the replicas (ZeRO 1, 2 and 3);
+`CentralStorageStrategy` keeps one copy of each variable in host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from distjax._src import jax_compat
+from distjax._src.collectives.reductions import CommunicationOptions
+from distjax._src.placement.topology import (
+    REPLICA_AXIS,
+    Topology,
+    devices_or_all,
+    mesh_topology,
+)
+from distjax._src.strategies.extended import StrategyExtended
+from distjax._src.strategies.strategy import Strategy
+from distjax._src.typing import DTypeLike
+from distjax._src.variables.layouts import (
+    HostLayout,
+    LaidOut,
+    Layout,
+    MirroredLayout,
+    PartitionedLayout,
+)
+from distjax._src.variables.partitioners import Partitioner, count_shards, require_partitioner
+from distjax.errors import describe_value, message
+
+#: What is split, for ZeRO stages 1 to 3. Each includes those before it.
+PARTITIONS = ("optimizer", "gradients", "parameters")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedPlacement:
+    """Splits variables over the replicas, along an axis that R divides.
+
+    Attributes:
+      topology: the replicas.
+      partition: what is split: "optimizer" (variables colocated with another),
+        "gradients" (values reduced to a variable, too) or "parameters" (all).
+      partitioner: the number of shards per axis; a variable that it leaves whole, or
+        that R does not divide, stays mirrored.
+    """
+
+    topology: Topology
+    partition: str
+    partitioner: Partitioner | None
+    synchronizes: bool = True
+
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
+        """Returns the split layout if this kind of variable is split."""
+        if colocate_with is not None or self.partition == "parameters":
+            return self._split_layout(shape, dtype)
+        return MirroredLayout(self.topology)
+
+    def reduction_layout(self, variable: LaidOut) -> Layout:
+        """Returns the split layout of a gradient, from stage 2 on."""
+        if self.partition == "optimizer":
+            return MirroredLayout(self.topology)
+        return self._split_layout(variable.shape, variable.dtype)
+
+    def _split_layout(self, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
+        axis = self._axis(tuple(shape), dtype)
+        if axis is None:
+            return MirroredLayout(self.topology)
+        return PartitionedLayout(self.topology, axis)
+
+    def _axis(self, shape: tuple[int, ...], dtype: DTypeLike) -> int | None:
+        if jax_compat.is_key_dtype(dtype) or self.topology.num_replicas == 1:
+            return None
+        axes = None
+        if self.partitioner is not None:
+            shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
+            axes = [i for i, n in enumerate(shards) if n > 1]
+        return self.topology.find_axis(shape, axes)
+
+
+class ShardedStrategy(Strategy):
+    """A replica per device, with the training state split over the replicas.
+
+    Args:
+      devices: the D devices; default, or if empty: all of the job.
+      partition: "optimizer" (ZeRO-1: variables colocated with another, such as
+        Adam's moments), "gradients" (ZeRO-2: values reduced to a variable arrive
+        split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are
+        split, and gathered where a replica reads them).
+      partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function
+        of shape and dtype: which axis to split, if any. Default: the first axis
+        that R divides.
+      axis_name: the name of the replica axis inside `run`.
+      communication: how reductions to whole values are carried out.
+
+    Raises:
+      ValueError: an unknown partition. TypeError: a partitioner that is not a function.
+
+    Locality: split variables are `P(..., replica)` on one axis; a variable too
+      small or not divisible stays mirrored.
+    Cost: a gather per variable that a replica function reads (one more where
+      `jax.checkpoint` rereads it), a reduce-scatter per gradient.
+
+    Example:
+      >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+      >>> with strategy.scope():
+      ...     w = dj.Variable(jnp.zeros((4, 3)))
+      >>> dj.locality(w).kind, w.value.addressable_shards[0].data.shape
+      ('partitioned', (2, 3))
+
+    Source: ZeRO (Rajbhandari et al., 2020); TensorFlow's partitioned variables.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        partition: str = "optimizer",
+        partitioner: Partitioner | None = None,
+        axis_name: str = REPLICA_AXIS,
+        communication: CommunicationOptions | None = None,
+    ):
+        if partition not in PARTITIONS:
+            raise ValueError(
+                message(
+                    f"ShardedStrategy: partition needs one of {', '.join(PARTITIONS)}",
+                    got=describe_value(partition),
+                    why="it says what is split over the replicas: ZeRO stage 1, 2 or 3",
+                    fix="dj.ShardedStrategy(partition='parameters')",
+                )
+            )
+        require_partitioner("ShardedStrategy", partitioner)
+        topology = mesh_topology(devices_or_all(devices, "ShardedStrategy"), axis_name)
+        placement = ShardedPlacement(topology, partition, partitioner)
+        super().__init__(StrategyExtended(topology, placement, communication=communication))
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralStoragePlacement:
+    """One copy of each variable in host memory."""
+
+    topology: Topology
+    memory_kind: str
+    synchronizes: bool = True
+
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
+        """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
+        if jax_compat.is_key_dtype(dtype) or 0 in shape:
+            return MirroredLayout(self.topology)
+        return HostLayout(self.topology, self.memory_kind)
+
+    def reduction_layout(self, variable: LaidOut) -> Layout:
+        """Returns the layout of a value on the devices, where updates run."""
+        return MirroredLayout(self.topology)
+
+
+class CentralStorageStrategy(Strategy):
+    """A replica per device; one copy of each variable, in host memory.
+
+    A step copies the variables it reads to the devices, reduces the gradients and
+    copies the new values back. For models whose state does not fit on a device
+    beside its activations.
+
+    Args:
+      devices: the D devices; default, or if empty: all of the job.
+      parameter_memory: the memory kind of the storage.
+      axis_name: the name of the replica axis inside `run`.
+
+    Raises:
+      ValueError: the devices lack that kind of memory.
+
+    Locality: stored flat, padded and split over the host's devices, so that the
+      host holds one copy; `v.value` outside a trace is a copy on the devices.
+
+    Source: tf.distribute.experimental.CentralStorageStrategy.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        parameter_memory: str = "pinned_host",
+        axis_name: str = REPLICA_AXIS,
+    ):
+        topology = mesh_topology(devices_or_all(devices, "CentralStorageStrategy"), axis_name)
+        known = sorted(m.kind for m in topology.devices[0].addressable_memories())
+        if parameter_memory not in known:
+            raise ValueError(
+                message(
+                    f"CentralStorageStrategy: parameter_memory needs one of {', '.join(known)}",
+                    got=describe_value(parameter_memory),
+                    why="these are the memories that the devices can address",
+                    fix="dj.CentralStorageStrategy(parameter_memory='pinned_host')",
+                )
+            )
+        placement = CentralStoragePlacement(topology, parameter_memory)
+        super().__init__(StrategyExtended(topology, placement))

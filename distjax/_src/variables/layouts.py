@@ -1,0 +1,655 @@
+"""How a variable's value is stored, what one replica holds of it, and who decides that.
+
+A variable has up to three forms: *stored* (the array that lives between steps), *global* (what
+cross-replica code works on: [...], or [R, ...] with a component per replica) and *local* (what one
+replica holds). A `Layout` converts between the stored and the global form, its `local_form` between
+the global and the local form. The `VariablePlacement` of a strategy picks the layout of each
+variable; two are here, others stand beside their strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from distjax._src import user_mesh
+from distjax._src.collectives.mapping import constrain_to_replicas
+from distjax._src.collectives.ops import all_reduce, as_summand, from_total
+from distjax._src.modes import ReduceOp
+from distjax._src.placement import topology as kinds
+from distjax._src.placement.topology import Topology
+from distjax._src.placement.transfer import transfer
+from distjax._src.traced_types import struct
+from distjax._src.typing import DTypeLike
+
+# -- what one replica holds ----------------------------------------------------
+
+
+class LocalForm(Protocol):
+    """How the local form of a value and its global form convert to each other.
+
+    The built-in layouts use `UnsplitForm`, `AxisShards` and `Shards`; custom classes work
+    as well.
+    """
+
+    @property
+    def varying(self) -> bool:
+        """Whether the replicas hold different arrays: shards, or components."""
+        ...
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a replica holds a shard and gathers the value when reading it."""
+        ...
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the global form of a value of `shape`."""
+        ...
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of what one replica holds of a value of `shape`."""
+        ...
+
+    # In the global view.
+
+    def to_replicas(self, value: jax.Array) -> Any:
+        """Returns what the replicas hold of a global value; [R, ...] if `varying`."""
+        ...
+
+    def from_replicas(self, array: jax.Array) -> Any:
+        """Inverts `to_replicas`: returns the global value from what the replicas hold."""
+        ...
+
+    def spread(self, value: jax.Array) -> Any:
+        """Constrains a traced global value [...] to be computed shard by shard."""
+        ...
+
+    # In the replica view.
+
+    def gather(self, local: jax.Array) -> Any:
+        """Returns the value that a replica reads, from what it holds."""
+        ...
+
+    def own_part(self, value: jax.Array) -> Any:
+        """Returns this replica's part of a value [...] that is equal on all replicas."""
+        ...
+
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> Any:
+        """Returns this replica's part of the sum or mean of the replicas' values [...]."""
+        ...
+
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
+        """Returns this replica's parts of the slices ``value[i]``, stacked, and their form.
+
+        A loop over i can then gather one slice at a time. None if that is impossible; the
+        loop then gathers the whole value before it starts.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class UnsplitForm:
+    """Each replica holds everything it reads: the value, or its own component.
+
+    Args:
+      num_components: R if the global form is [R, ...]; None for a single value.
+    """
+
+    num_components: int | None
+    is_split = False
+
+    @property
+    def varying(self) -> bool:
+        """Whether each replica has its own component."""
+        return self.num_components is not None
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.num_components is None else (self.num_components, *shape)
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def to_replicas(self, value: jax.Array) -> Any:
+        return value
+
+    def from_replicas(self, array: jax.Array) -> Any:
+        return array
+
+    def spread(self, value: jax.Array) -> Any:
+        return value
+
+    def gather(self, local: jax.Array) -> Any:
+        return local
+
+    def own_part(self, value: jax.Array) -> Any:
+        return value
+
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
+        """Returns the sum or mean, by an all-reduce."""
+        return all_reduce(op, value, topology.axis_name, topology.num_replicas)
+
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
+        """Returns None: nothing needs gathering."""
+        return None
+
+
+#: The form of a value that every replica holds whole.
+WHOLE = UnsplitForm(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisShards:
+    """The local form of a value split into R equal parts along `axis`.
+
+    Attributes:
+      topology: the R replicas.
+      axis: an axis whose size is divisible by R.
+    """
+
+    topology: Topology
+    axis: int
+    varying = True
+    is_split = True
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(..., replica)` with the replica axis at `axis`."""
+        return self.topology.split_along(self.axis)
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        size = shape[self.axis] // self.topology.num_replicas
+        return (*shape[: self.axis], size, *shape[self.axis + 1 :])
+
+    def to_replicas(self, value: jax.Array) -> jax.Array:
+        """Returns the shards of a value as [R, ...]; no data moves."""
+        count = self.topology.num_replicas
+        shape = value.shape
+        split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
+        return jnp.moveaxis(value.reshape(split), self.axis, 0)
+
+    def from_replicas(self, array: jax.Array) -> jax.Array:
+        """Returns the value from its shards [R, ...]; no data moves."""
+        split = jnp.moveaxis(array, 0, self.axis)
+        shape = split.shape
+        whole = shape[self.axis] * shape[self.axis + 1]
+        return self.spread(split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :]))
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        """Returns `value` constrained so that each device computes its shard."""
+        if self.topology.mesh is None:
+            return value
+        return lax.with_sharding_constraint(value, self.sharding)
+
+    def gather(self, local: jax.Array) -> jax.Array:
+        """Returns the whole value, by an all-gather."""
+        return lax.all_gather(local, self.topology.axis_name, axis=self.axis, tiled=True)
+
+    def own_part(self, value: jax.Array) -> jax.Array:
+        size = value.shape[self.axis] // self.topology.num_replicas
+        start = lax.axis_index(self.topology.axis_name) * size
+        return lax.dynamic_slice_in_dim(value, start, size, self.axis)
+
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
+        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        summand, axis = as_summand(op, value, "a reduction to shards"), self.axis
+        total = lax.psum_scatter(summand, topology.axis_name, scatter_dimension=axis, tiled=True)
+        return from_total(op, total, topology.num_replicas)
+
+    def unstack(
+        self, local: jax.Array, shape: tuple[int, ...]
+    ) -> tuple[jax.Array, AxisShards] | None:
+        """Returns the slices' shards, split along one of the slices' own axes."""
+        if self.axis > 0:
+            return local, AxisShards(self.topology, self.axis - 1)
+        axis = self.topology.find_axis(shape, range(1, len(shape)))
+        if axis is None:
+            return None
+        # Each replica holds whole slices: exchange them for a part of every slice.
+        name = self.topology.axis_name
+        parts = lax.all_to_all(local, name, split_axis=axis, concat_axis=0, tiled=True)
+        return parts, AxisShards(self.topology, axis - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The local form of a value that a pair of functions splits into R equal shards.
+
+    Everything follows from the pair: a replica's own shard is an element of
+    ``split(value)``, gathering is `join` after an all-gather, and reducing is a
+    reduce-scatter after `split`.
+
+    Attributes:
+      topology: the R replicas.
+      split: takes a value [...] of any dtype, returns its shards [R, ...].
+      join: the inverse of `split`.
+      sharding: the sharding of the sharded value; None leaves it to the compiler.
+
+    Both functions only rearrange (reshape, transpose, slice, concatenate, pad), and are
+    module-level functions or methods of a frozen dataclass, so that equal shards of two
+    variables compare equal and are compiled once.
+    """
+
+    topology: Topology
+    split: Callable[[Any], Any]
+    join: Callable[[Any], Any]
+    sharding: Sharding | None = None
+    varying = True
+    is_split = True
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(jax.eval_shape(self.split, struct(shape, jnp.float32)).shape[1:])
+
+    def to_replicas(self, value: jax.Array) -> Any:
+        """Returns ``split(value)``."""
+        return self.split(value)
+
+    def from_replicas(self, array: jax.Array) -> Any:
+        """Returns ``join(array)``."""
+        return self.spread(self.join(array))
+
+    def spread(self, value: jax.Array) -> Any:
+        """Returns `value`, constrained to `sharding` if there is one."""
+        sharding = self.sharding
+        return value if sharding is None else lax.with_sharding_constraint(value, sharding)
+
+    def gather(self, local: jax.Array) -> Any:
+        """Returns the whole value, by an all-gather."""
+        return self.join(lax.all_gather(local, self.topology.axis_name))
+
+    def own_part(self, value: jax.Array) -> Any:
+        own = lax.axis_index(self.topology.axis_name)
+        return lax.dynamic_index_in_dim(self.split(value), own, keepdims=False)
+
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
+        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        shards = self.split(as_summand(op, value, "a reduction to shards"))
+        return from_total(op, lax.psum_scatter(shards, topology.axis_name), topology.num_replicas)
+
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
+        """Returns None: how `split` acts on slices is unknown."""
+        return None
+
+
+# -- how a value is stored -----------------------------------------------------
+
+
+class Layout(Protocol):
+    """How a variable's value is stored.
+
+    A custom layout implements these members; nothing checks its class. Instances are
+    immutable and compare by value: use a frozen dataclass. ``str(layout)`` is how
+    descriptions of a variable say where it lives.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The kind of the variable's `Locality`."""
+        ...
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies `update` and `local_results` see: R or 1."""
+        ...
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Where the stored array lives; None: JAX's default device."""
+        ...
+
+    @property
+    def local_form(self) -> LocalForm:
+        """What one replica holds: `WHOLE`, `AxisShards(...)`, `Shards(...)`."""
+        ...
+
+    @property
+    def hands_out_copies(self) -> bool:
+        """Whether `from_stored` makes a new array.
+
+        If False, the stored array is the value: it is handed out as it is, and copied if it
+        is still referenced when a program is about to donate its memory.
+        """
+        ...
+
+    def to_stored(self, value: jax.Array) -> Any:
+        """Returns the stored form of a global value, inside or outside a trace."""
+        ...
+
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
+        """Returns the global value of shape `shape`, inside or outside a trace."""
+        ...
+
+    def constrain(self, stored: jax.Array) -> Any:
+        """Constrains a stored form that a program returns to where it lives.
+
+        Inside a trace; usually `jax.lax.with_sharding_constraint(stored, self.sharding)`.
+        """
+        ...
+
+    def unencoded(self, shape: tuple[int, ...]) -> Layout:
+        """Returns the nearest layout that stores a value of `shape` as it is.
+
+        For arrays that are also read by code without a layout (those of Flax modules), and
+        for reduced values. A layout whose stored form is the value itself, wherever it
+        lives, returns itself; `MirroredLayout(topology)` is always a valid answer.
+        """
+        ...
+
+
+class _AsItIs:
+    """What layouts have in common whose stored form is the value itself, on devices."""
+
+    hands_out_copies = False
+
+    def to_stored(self, value: jax.Array) -> Any:
+        return value
+
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
+        return stored
+
+    def unencoded(self, shape: tuple[int, ...]) -> Any:
+        return self
+
+
+class _InHostMemory:
+    """What layouts have in common whose stored form is in host memory: values are copies."""
+
+    kind = kinds.HOST
+    num_copies = 1
+    local_form = WHOLE
+    hands_out_copies = True
+
+    def __str__(self) -> str:
+        return "host memory"
+
+    def constrain(self, stored: jax.Array) -> Any:
+        """Returns `stored`, which `to_stored` has already placed."""
+        return stored
+
+
+@dataclasses.dataclass(frozen=True)
+class MirroredLayout(_AsItIs):
+    """One value [...] with a copy on each replica: `P()`."""
+
+    topology: Topology
+    kind = kinds.MIRRORED
+    local_form = WHOLE
+
+    def __str__(self) -> str:
+        return "mirrored"
+
+    @property
+    def num_copies(self) -> int:
+        return self.topology.num_replicas
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P()`: replicated."""
+        return self.topology.mirrored
+
+    def constrain(self, stored: jax.Array) -> jax.Array:
+        return constrain_to_replicas(stored, self.topology, varying=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayout(_AsItIs):
+    """One component per replica, [R, ...]: `P(replica)`."""
+
+    topology: Topology
+    kind = kinds.PER_REPLICA
+
+    def __str__(self) -> str:
+        return "per replica"
+
+    @property
+    def num_copies(self) -> int:
+        return self.topology.num_replicas
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(replica)`: split along the leading axis."""
+        return self.topology.per_replica
+
+    @property
+    def local_form(self) -> UnsplitForm:
+        """Each replica's own component."""
+        return UnsplitForm(self.topology.num_replicas)
+
+    def constrain(self, stored: jax.Array) -> jax.Array:
+        return constrain_to_replicas(stored, self.topology, varying=True)
+
+    def unencoded(self, shape: tuple[int, ...]) -> MirroredLayout:
+        """Returns the mirrored layout, since a single value has no components."""
+        return MirroredLayout(self.topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDeviceLayout(_AsItIs):
+    """One value [...] on one device (None: JAX's default device, uncommitted)."""
+
+    device: jax.Device | None = None
+    kind = kinds.MIRRORED
+    num_copies = 1
+    local_form = WHOLE
+
+    def __str__(self) -> str:
+        return "mirrored"
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The device; None: JAX's default device, uncommitted."""
+        return None if self.device is None else SingleDeviceSharding(self.device)
+
+    def constrain(self, stored: jax.Array) -> jax.Array:
+        """Returns `stored`: the program runs on the device."""
+        return jnp.asarray(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedLayout(_AsItIs):
+    """One value [...] split over the replicas along `axis`; each holds a shard."""
+
+    topology: Topology
+    axis: int
+    kind = kinds.PARTITIONED
+    num_copies = 1
+
+    def __str__(self) -> str:
+        return f"partitioned on axis {self.axis}"
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(..., replica)` with the replica axis at `axis`."""
+        return self.local_form.sharding
+
+    @property
+    def local_form(self) -> AxisShards:
+        """Shards along the axis."""
+        return AxisShards(self.topology, self.axis)
+
+    def constrain(self, stored: jax.Array) -> Any:
+        return self.local_form.spread(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostShardedLayout(_InHostMemory):
+    """One value [...] in host memory, split along `axis` over the host's devices.
+
+    For arrays that must keep their shape, such as those of Flax variables. `HostLayout`
+    stores values flat, and so needs no axis that R divides.
+    """
+
+    topology: Topology
+    axis: int
+    memory_kind: str
+
+    @property
+    def sharding(self) -> Sharding:
+        """Split along the axis, in host memory."""
+        return self._on_devices.with_memory_kind(self.memory_kind)
+
+    @property
+    def _on_devices(self) -> Any:
+        return self.topology.split_along(self.axis)
+
+    def to_stored(self, value: jax.Array) -> Any:
+        return transfer(transfer(value, self._on_devices), self.sharding)
+
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
+        """Returns the value, copied to each device."""
+        return transfer(transfer(stored, self._on_devices), self.topology.mirrored)
+
+    def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLayout(_InHostMemory):
+    """One value in host memory, flattened, padded and split over the host's devices.
+
+    A replicated host array would hold one copy per device; a split one holds a single copy.
+    """
+
+    topology: Topology
+    memory_kind: str
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        devices = np.array(self.topology.devices, dtype=object)
+        return Mesh(devices, ("part",), axis_types=(AxisType.Auto,))
+
+    @property
+    def sharding(self) -> Sharding:
+        """Split over the devices, in host memory."""
+        return NamedSharding(self._mesh, PartitionSpec("part"), memory_kind=self.memory_kind)
+
+    def to_stored(self, value: jax.Array) -> Any:
+        """Returns `value` flattened and padded, in host memory."""
+        flat = jnp.asarray(value).reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
+        split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
+        return transfer(split, self.sharding)
+
+    @user_mesh.ignores_user_mesh
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
+        """Returns the value [...], copied to each device."""
+        flat = transfer(stored, NamedSharding(self._mesh, PartitionSpec("part")))
+        flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
+        size = int(np.prod(shape, dtype=int))
+        # Constraints rather than device_puts: in a trace, device_put only names a memory space,
+        # so a result equal to this value would come out split, and a stored one whole.
+        return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)
+
+    def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
+        """Returns a host layout that keeps the shape; on the devices if R divides no axis."""
+        axis = self.topology.find_axis(shape)
+        if axis is None:
+            return MirroredLayout(self.topology)
+        return HostShardedLayout(self.topology, axis, self.memory_kind)
+
+
+# -- who decides ---------------------------------------------------------------
+
+
+class LaidOut(Protocol):
+    """Anything with a variable's shape, dtype and layout."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Declared(LaidOut, Protocol):
+    """A variable as far as it is known before it has a value."""
+
+    name: str
+
+
+class VariablePlacement(Protocol):
+    """The part of a strategy that decides where its variables are stored.
+
+    If `synchronizes`, sync-on-read variables have one component per replica, wherever
+    the other variables live.
+    """
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a variable's synchronization and aggregation have an effect."""
+        ...
+
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
+        """Returns the layout of a new variable with a single value.
+
+        Args:
+          shape: its shape.
+          dtype: its dtype.
+          colocate_with: the variable that it is colocated with, or None.
+        """
+        ...
+
+    def reduction_layout(self, variable: LaidOut) -> Layout:
+        """Returns the layout of a value reduced to the devices of `variable`.
+
+        Args:
+          variable: the variable, or anything laid out like one.
+
+        The reduced value keeps its shape, so only `unencoded` of the returned layout is used.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainPlacement:
+    """One copy, without synchronization, on one device (None: the default device)."""
+
+    device: jax.Device | None = None
+    synchronizes: bool = False
+
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
+        return OneDeviceLayout(self.device)
+
+    def reduction_layout(self, variable: LaidOut) -> Layout:
+        return variable.layout
+
+
+@dataclasses.dataclass(frozen=True)
+class MirroredPlacement:
+    """A copy on each replica."""
+
+    topology: Topology
+    synchronizes: bool = True
+
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
+        return MirroredLayout(self.topology)
+
+    def reduction_layout(self, variable: LaidOut) -> Layout:
+        return MirroredLayout(self.topology)

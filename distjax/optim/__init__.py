@@ -1,5 +1,0 @@
-"""Optimizers: any optax transformation, its state placed beside the variables."""
-
-from distjax.optim.optimizer import Optimizer, reduce_gradients
-
-__all__ = ["Optimizer", "reduce_gradients"]

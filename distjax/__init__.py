@@ -7,7 +7,7 @@ live, and `merge_call` communicates across replicas.
 import importlib as _importlib
 from typing import Any as _Any
 
-from distjax import diagnostics, errors, testing
+from distjax import diagnostics, errors, lax, testing
 from distjax._src import hooks as _hooks
 from distjax._src import lint as lint  # installs itself
 from distjax._src.cluster.joining import initialize
@@ -28,7 +28,6 @@ from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchroniz
 from distjax._src.placement.per_replica import PerReplica, is_per_replica
 from distjax._src.placement.topology import REPLICA_AXIS, Locality
 from distjax._src.program.jit import jit
-from distjax._src.replica import lax
 from distjax._src.replica.arguments import static
 from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.servers.coordinator import Coordinator, RemoteValue
@@ -114,7 +113,7 @@ __all__ = [
 ]
 
 #: Imported on first access, so that `import distjax` imports no optional library. Everything
-#: exported by these modules and this one is public; all other modules are private.
+#: exported by these modules and this one is public; what is in `distjax._src` is private.
 _LAZY = frozenset(
     {"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts", "servers"}
 )
@@ -127,4 +126,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*__all__, *_LAZY, "__version__"})

@@ -48,7 +48,8 @@ def weigh() -> dict[str, tuple[int, int, int]]:
     for path in sorted(ROOT.rglob("*.py")):
         if not (text := path.read_text()).strip():
             continue
-        first = path.relative_to(ROOT).with_suffix("").parts[0]
+        first = path.relative_to(ROOT).with_suffix("").parts
+        first = first[1] if first[0] == "_src" and len(first) > 1 else first[0]
         package = "base" if first in BASE else first
         new = len(text.splitlines()), 1, len(imported(path))
         found[package] = tuple(map(sum, zip(found[package], new, strict=True)))

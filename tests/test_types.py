@@ -11,12 +11,12 @@ ROOT = pathlib.Path(distjax.__file__).parent
 
 #: The arguments whose annotation is a bare `Any`, and why Python has no better word for each.
 ANY_ARGUMENTS = {
-    "diagnostics/collectives.py _operations(op)": "MLIR, which has no public types",
-    "objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
-    "objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
-    "replica/trace.py _name_after(traced)": "a function that is given attributes of JAX's",
-    "servers/strategy.py create_variable(options)": "those of `make_variable`, handed on",
-    "strategies/extended.py create_variable(options)": "those of `make_variable`, handed on",
+    "_src/diagnostics/collectives.py _operations(op)": "MLIR, which has no public types",
+    "_src/objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
+    "_src/objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
+    "_src/replica/trace.py _name_after(traced)": "a function that is given attributes of JAX's",
+    "_src/servers/strategy.py create_variable(options)": "those of `make_variable`, handed on",
+    "_src/strategies/extended.py create_variable(options)": "those of `make_variable`, handed on",
 }
 
 
@@ -65,7 +65,7 @@ def test_any_has_one_other_name():
     for path, source in source_files().items():
         names = {"Any", "PyTree"}
         others = [name for name, of in alias.findall(source) if of in names]
-        assert others == (["PyTree"] if path == "typing.py" else []), path
+        assert others == (["PyTree"] if path == "_src/typing.py" else []), path
 
 
 def test_the_type_checker_is_strict_and_seldom_overruled():

@@ -16,7 +16,8 @@ from jax.extend.core import JaxprEqn
 UNKNOWN = "an unknown line"
 
 _LIBRARY_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (os.path.dirname(__file__), jax.__file__)
 )
 
 #: File names of code typed by the user: Python and IPython prompts, doctests. Other names in

@@ -8,6 +8,8 @@ from tests.test_floors import FLOORS, KERNEL
 from tests.wrong_programs import test_wrong_programs as wrong_programs
 
 ROOT = pathlib.Path(__file__).parents[2]
+#: Where a path may start: the private code, the public modules, the repository.
+PLACES = (ROOT / "distjax/_src", ROOT / "distjax", ROOT)
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
@@ -42,7 +44,7 @@ def test_the_files_that_it_names_exist():
     for title in ("The way of one call", "Where new code goes", "Walks"):
         assert len(re.findall(r"`[\w/]+\.py`", section(title))) > 8, title
     for path in set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE)) - {"distjax/"}:
-        assert (ROOT / "distjax" / path).exists() or (ROOT / path).exists(), path
+        assert any((place / path).exists() for place in PLACES), path
 
 
 def test_a_walk_has_at_most_twelve_files():
@@ -55,7 +57,8 @@ def test_a_walk_has_at_most_twelve_files():
 def test_every_package_stands_at_its_floor():
     kernel, layers = packages_of("The kernel"), packages_of("The layers")
     modules = set(re.findall(r"`(\w+)\.py`", section("The kernel")))
-    there = {path.stem for path in (ROOT / "distjax").glob("[a-z]*") if path.name != "py.typed"}
+    files = [path for place in PLACES[:2] for path in place.glob("[a-z]*")]
+    there = {path.stem for path in files if path.name != "py.typed"}
     assert kernel.keys() == set(KERNEL)
     assert kernel.keys() | layers.keys() | modules == there
     for name, floor in (kernel | layers).items():
@@ -70,16 +73,16 @@ def test_every_event_is_in_it():
 
 
 def test_every_module_stands_in_the_readme_of_its_package():
-    for page in (ROOT / "distjax").glob("*/README.md"):
+    for page in (ROOT / "distjax").glob("**/README.md"):
         modules = {path.stem for path in page.parent.rglob("*.py")} - {"__init__"}
         assert modules <= set(re.findall(r"(\w+)\.py", page.read_text())), page
 
 
 def test_the_files_that_a_package_readme_names_exist():
-    for page in (ROOT / "distjax").glob("*/README.md"):
+    for page in (ROOT / "distjax").glob("**/README.md"):
         own = [page.parent, *(path for path in page.parent.glob("*/") if path.is_dir())]
         for path in re.findall(r"`([\w./]+\.py)`", page.read_text()):
-            places = (*own, ROOT / "distjax", ROOT)
+            places = (*own, *PLACES)
             assert any((place / path).exists() for place in places), f"{page}: {path}"
 
 

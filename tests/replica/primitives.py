@@ -1,7 +1,7 @@
 """Every primitive of JAX 0.10 to 0.12 and of distjax, by the rule that the analysis has for it.
 
-The rules that name primitives are the library's own (`distjax/_src/replica/analysis.py`); the rest falls
-under what holds for any primitive, and stands here with the reason why that is enough.
+The rules that name primitives are the library's own (`distjax/_src/replica/analysis.py`); the rest
+falls under what holds for any primitive, and stands here with the reason why that is enough.
 """
 
 import dataclasses

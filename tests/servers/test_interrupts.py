@@ -54,7 +54,7 @@ def test_a_signal_in_run_loses_no_value_and_stops_nobody(max_staleness):
         with strategy.extended.pause_writers():
             pass
 
-    campaign(case, check, in_packages("distjax.servers"), limit=1000)
+    campaign(case, check, in_packages("distjax._src.servers"), limit=1000)
 
 
 def test_a_signal_in_schedule_leaves_no_number_of_which_nobody_knows():
@@ -69,7 +69,7 @@ def test_a_signal_in_schedule_leaves_no_number_of_which_nobody_knows():
         assert server.num_kept == 0, "closures are remembered behind one that nobody has"
 
     call = lambda: coordinator.schedule(step, (np.float32(1),))
-    campaign(lambda: (None, call), check, in_packages("distjax.servers"), limit=1000)
+    campaign(lambda: (None, call), check, in_packages("distjax._src.servers"), limit=1000)
     coordinator.close()
 
 

@@ -421,5 +421,5 @@ def module_of(value: PyTree) -> str:
 
 def has_variables(value: PyTree) -> bool:
     """Returns whether a value is an object of distjax that has variables."""
-    package, _, rest = module_of(type(value)).partition(".")
-    return package == "distjax" and rest.partition(".")[0] in _WITH_VARIABLES
+    package, *inside = module_of(type(value)).split(".")
+    return package == "distjax" and not _WITH_VARIABLES.isdisjoint(inside[:2])

@@ -1,7 +1,7 @@
 """Variables of the reference interpreter: a list of R components, changed in place.
 
-The rules are stated independently, from the tables of tf.distribute. Of `distjax._src.variables` they
-use only the class `Variable`, for its operators and `isinstance`, and the checks of what is
+The rules are stated independently, from the tables of tf.distribute. Of `distjax._src.variables`
+they use only the class `Variable`, for its operators and `isinstance`, and the checks of what is
 written. A variable has the policy and the layout of its kind, since metrics, optimizers and
 checkpoints ask for them; the rules here do not.
 """

@@ -117,7 +117,7 @@ def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
     if run.topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
         with contextlib.suppress(DivergenceError):
             varying = [env[v].differs for v in traced.jaxpr.invars]
-            hooks.tell(hooks.on_segment, traced.jaxpr, varying, Analysis(run.topology.axis_name))
+            hooks.tell(hooks.on_segment, traced.jaxpr, varying, run.topology)
 
 
 # -- why a value is equal on every replica or not --------------------------------

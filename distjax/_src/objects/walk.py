@@ -223,9 +223,10 @@ def names_users_objects(code: types.FunctionType | types.ModuleType | type) -> b
     To follow that of all packages that are installed would take seconds: a step with an `assert`
     names pytest. The user's own may be installed, too, and imports distjax somewhere.
     """
-    if isinstance(code, types.FunctionType) and not isinstance(code.__module__, str):
+    name: Any = code.__module__ if isinstance(code, types.FunctionType) else module_of(code)
+    if not isinstance(name, str):
         return True  # made by `exec` with globals of one's own
-    package = module_of(code).partition(".")[0]
+    package = name.partition(".")[0]
     return not (is_library(package) or _is_installed_without_distjax(package))
 
 
@@ -235,7 +236,8 @@ def _is_installed_without_distjax(package: str) -> bool:
     path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
     if not path.startswith(user_lines.INSTALLED):
         return False
-    own = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    own = (m for name, m in modules if f"{name}.".startswith(f"{package}."))
     return not any(_names_distjax(m) for m in own if isinstance(m, types.ModuleType))
 
 

@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-<<<<<<< ours
 from distjax._src import jax_compat
 from distjax._src.collectives import eager
 from distjax._src.program import launch
-=======
-from distjax import jax_compat
-from distjax.collectives import eager
-from distjax.program import launch
->>>>>>> theirs
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])

@@ -59,3 +59,31 @@ def test_one_replica_per_device():
     assert strategy.extended.worker_devices == tuple(jax.devices())
     total = strategy.run(lambda: dj.get_replica_context().all_reduce("sum", jnp.float32(1)))
     assert float(total) == len(jax.devices())
+
+
+class BesideItsVariable(MirroredPlacement):
+    """Takes the layout of the variable that a new one is colocated with."""
+
+    def layout(self, shape, dtype, colocate_with=None):
+        is_beside = colocate_with is not None
+        return colocate_with.layout if is_beside else super().layout(shape, dtype)
+
+
+def test_a_variable_beside_a_sync_on_read_one_has_no_layout_of_it(pair):
+    """A `[3]` variable had a value per replica, `[2, 3]`."""
+    topology = pair.extended.topology
+    strategy = dj.Strategy(dj.StrategyExtended(topology, BesideItsVariable(topology)))
+    on_read, aggregation = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
+    with strategy.scope():
+        total = dj.Variable(jnp.zeros(3), synchronization=on_read, aggregation=aggregation)
+        plain = dj.Variable(jnp.zeros(3))
+        with strategy.extended.colocate_vars_with(plain):
+            assert dj.Variable(jnp.ones(3)).layout == plain.layout
+        with strategy.extended.colocate_vars_with(total), pytest.raises(ValueError) as caught:
+            dj.Variable(jnp.ones(3))
+    assert str(caught.value) == (
+        "BesideItsVariable.layout needs to return a layout of one value.\n"
+        "  Got: a StackedLayout, that of colocate_with perhaps.\n"
+        "  Why: the variable has one value, which such a layout would take for one per replica.\n"
+        "  Fix: self.layout(colocate_with.shape, colocate_with.dtype) in place of its layout"
+    )

@@ -178,7 +178,16 @@ def _layout(
 ) -> Layout:
     if policy.stacked:
         return StackedLayout(strategy.extended.topology)
-    return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
+    beside = frames.current().colocate_with
+    layout = placement.layout(aval.shape, aval.dtype, colocate_with=beside)
+    require(
+        not isinstance(layout, StackedLayout),
+        f"{type(placement).__name__}.layout needs to return a layout of one value",
+        got="a StackedLayout" + ("" if beside is None else ", that of colocate_with perhaps"),
+        why="the variable has one value, which such a layout would take for one per replica",
+        fix="self.layout(colocate_with.shape, colocate_with.dtype) in place of its layout",
+    )
+    return layout
 
 
 def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:

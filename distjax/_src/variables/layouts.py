@@ -605,6 +605,10 @@ class VariablePlacement(Protocol):
     ) -> Layout:
         """Returns the layout of a new variable with a single value.
 
+        A question, which changes nothing: it is also asked about variables that exist, such as
+        those of Flax modules, and never about sync-on-read ones. What has to be remembered from
+        one variable to the next is kept by a `create_variable` of one's own `StrategyExtended`.
+
         Args:
           shape: its shape.
           dtype: its dtype.

@@ -79,7 +79,7 @@ def is_dry_run() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Watcher:
-    """What a layer does around each launch of one program.
+    """What a layer does around each launch of one program, chosen when the program is built.
 
     Attributes:
       compiled: ``compiled(build, lowered, args, kwargs)`` before the first launch with such

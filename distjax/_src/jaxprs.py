@@ -3,6 +3,10 @@
 `Flow` follows what is known of each value from the inputs to the outputs; a loop is walked until
 what is known of its carry no longer changes. `evaluate_inside` evaluates a loop or branch with
 another evaluation of the code in it.
+
+A loop or branch has three rules: what is known of its results (`Flow._inside`), its evaluation
+where `vmap` alone will not do (`evaluate_inside`), and its emission with merges in it (`_RULES` in
+`replica/emit.py`).
 """
 
 from __future__ import annotations

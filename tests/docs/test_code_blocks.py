@@ -12,7 +12,7 @@ from tests.docs.code_blocks import FENCE, blocks_of, run_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("distjax/*/README.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("distjax/**/README.md"))]
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 
 

@@ -123,13 +123,14 @@ def test_one_process_alone_has_no_job_and_ends_as_python_does():
         + """
 import distjax as dj
 import jax
+from distjax._src import jax_compat
 from distjax._src.cluster.job import job
 dj.initialize()
 dj.initialize()
 def use_a_backend():
     return jax.devices()
 use_a_backend()
-report(job=job(), first_use=dj.jax_compat.first_use_of_a_backend())
+report(job=job(), first_use=jax_compat.first_use_of_a_backend())
 raise ValueError("mine")
 """
     )

@@ -332,7 +332,7 @@ def test_what_errors_advise_works_over_processes(group):
 
 # -- doors ---------------------------------------------------------------------
 
-ROOT = pathlib.Path(dj.__file__).parent
+ROOT = pathlib.Path(dj.__file__).parent / "_src"
 
 #: Where `jax.device_put` may stand: the doors, and a move between the memories of one array.
 DOORS = {"placement/transfer.py", "flax/graphs.py"}

@@ -1,5 +1,7 @@
 """extended.update and its neighbors: values and refusals (decisions 11, 13, 14)."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+from tests.interrupts import in_packages, interrupted
 from tests.replicas import ids, local, per_replica
 
 ON_READ = dj.VariableSynchronization.ON_READ
@@ -348,3 +351,31 @@ def test_decision_23_another_strategys_variable(pair):
 
 def merge_of(fn):
     return dj.get_replica_context().merge_call(lambda s: fn())
+
+
+def test_an_update_left_while_it_is_entered_undoes_nothing_later(mirrored):
+    """As long as its traceback lives, so does what the interrupt has left half entered."""
+    with mirrored.scope():
+        v = dj.Variable(0.0)
+    update = lambda: mirrored.extended.update(v, lambda v: v.assign_add(1.0))
+    update()
+    kept = []
+
+    def keep_the_traceback():
+        try:
+            update()
+        except KeyboardInterrupt as error:
+            kept.append(error.__traceback__)
+            raise
+
+    frames = in_packages("contextlib", "distjax._src.strategies", "distjax._src.variables.storage")
+    for at in range(1, 400):
+        outcome = interrupted(keep_the_traceback, at, frames)
+        update()
+        before = float(v.value)
+        kept.clear()
+        gc.collect()
+        assert float(v.value) == before, outcome.line
+        if outcome.line is None:
+            break
+    assert 10 < at < 399

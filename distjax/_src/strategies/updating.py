@@ -96,8 +96,8 @@ def _on_the_value(
         if frames.current().state is not None:
             return fn(variable, *args, **kwargs)
         # What others push to a server in between would be undone too.
-        with extended.pause_writers(), variable.stored.undone_if_it_raises():
-            return fn(variable, *args, **kwargs)
+        with extended.pause_writers():
+            return variable.stored.call_or_undo(lambda: fn(variable, *args, **kwargs))
 
 
 def _require_own(extended: Updated, variable: Variable) -> None:

@@ -16,10 +16,9 @@ fetches and sends its value.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -214,13 +213,16 @@ class StoredArray:
         self.put(None)
         self.is_lost = True
 
-    @contextlib.contextmanager
-    def undone_if_it_raises(self) -> Generator[None]:
-        """A context in which writes take effect at once: all of them or, if it raises, none."""
+    def call_or_undo(self, write: Callable[[], Any]) -> Any:
+        """Returns ``write()``, whose writes take effect at once: all or, if it raises, none.
+
+        No context of a generator: one that a Ctrl-C leaves as it is entered would end when it is
+        collected, and undo what has been written since.
+        """
         former = None if self.read() is None else self.hand_out()
         num_changes = self._num_changes
         try:
-            yield
+            return write()
         except BaseException:
             with self.lock:
                 self.lock.settle()

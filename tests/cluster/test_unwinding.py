@@ -130,6 +130,42 @@ def test_a_launch_that_ends_tells_of_it_by_itself(failed):
     assert watch.failed_callback() is None
 
 
+def test_a_launch_that_has_not_returned_when_its_callback_raises(failed):
+    """A look at that moment found no launch in flight, and the failure was forgotten."""
+    processes = make_processes(2)
+    begun = [ledger.begin_launch(TRAIN) for ledger, _ in processes]
+    look_all(processes, failed.at + 0.1)
+    for (ledger, _), each in zip(processes, begun, strict=True):
+        ledger.end_launch(each, Token())
+    look_all(processes, failed.at + 0.4)
+    with pytest.raises(Ended) as end:
+        look_all(processes, failed.at + 2.5)
+    assert end.value.args == (70, "ValueError: mine", 71)
+
+
+def test_a_watch_that_comes_late_finds_it_too(failed):
+    """On a loaded machine the launch was first seen long after, as one that had begun later."""
+    processes = make_processes(2)
+    look_all(processes, failed.at - 0.1)
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=Token())
+    look_all(processes, failed.at + 5.0)
+    with pytest.raises(Ended) as end:
+        look_all(processes, failed.at + 7.1)
+    assert end.value.args == (70, "ValueError: mine", 71)
+
+
+def test_a_launch_that_begins_later_is_not_blamed_on_it(failed):
+    processes = make_processes(2)
+    for seconds in (0.2, 1.0, 2.1, 3.0):
+        look_all(processes, failed.at + seconds)
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=Token())
+    for seconds in (3.2, 6.0, 60.0):
+        look_all(processes, failed.at + seconds)
+    assert watch.failed_callback() is None
+
+
 def test_a_launch_that_waits_for_another_process_is_not_blamed_on_it(failed):
     processes = make_processes(2)
     launch(processes[0][0], TRAIN, token=Token())

@@ -93,6 +93,9 @@ class Watch:
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
         self._excused = 0.0  # when a process that others wait for was last seen at work
         self._heard: dict[int, tuple[Mark, float]] = {}  # the marks of such processes, since when
+        self._looked: float | None = None  # when it looked last
+        self._pause = 0.0  # the longest between two looks since a callback has raised
+        self._has_suspect = False  # whether a launch has been in flight since
 
     def start(self) -> None:
         """Starts the thread."""
@@ -189,13 +192,22 @@ class Watch:
         One that ends raises the error where its results are read.
         """
         failed, awaited = failed_callback(), self._find_awaited(now, blocked)
-        if failed is None:
-            return
-        is_others = any(not phase.has_bound for phase in phases())  # it may be of a lone program
-        if awaited is None or awaited[1] > failed.at + _FAILED_SECONDS or is_others:
+        pause, self._looked = now - (now if self._looked is None else self._looked), now
+        self._pause = pause if failed is None else max(self._pause, pause)
+        self._has_suspect &= failed is not None
+        if failed is None or any(not phase.has_bound for phase in phases()):
+            return  # it may be of a lone program
+        if awaited is None:
+            # The program may not have been recorded yet: it runs before its launch returns.
+            is_recorded = self._has_suspect and self._calls.starting is None
+            is_over = is_recorded or now - failed.at > max(_FAILED_SECONDS, self._pause)
+        else:
+            # A launch is in flight since the look that has first seen it, or since the one before.
+            self._has_suspect = True
+            is_over = awaited[1] > failed.at + max(_FAILED_SECONDS, self._pause)
+        if is_over:
             forget_failed()
-            return
-        if now - max(failed.at, awaited[1]) <= _FAILED_SECONDS:
+        if is_over or awaited is None or now - max(failed.at, awaited[1]) <= _FAILED_SECONDS:
             return
         marks = hear(self._job).values()
         if all(mark.count >= awaited[0] for mark in marks):  # else it waits for those

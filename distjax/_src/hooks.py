@@ -151,6 +151,10 @@ on_stand_ins = Event()
 #: replicas; `varying` describes its inputs.
 on_segment = Event()
 
+#: ``make(topology)`` returns a `replica.emit.JaxprEmitter` that emits a replica function in place
+#: of the usual one, or None.
+emitters = Event()
+
 #: ``merge(eqn)`` returns a context in which a merge is emitted.
 in_merge = Event()
 

@@ -101,13 +101,23 @@ def from_total(op: ReduceOp, total: jax.Array, num_replicas: int) -> jax.Array:
     return total if op is ReduceOp.SUM else total / num_replicas
 
 
+#: The scope of the library's own uses of the replica's number: no result depends on it.
+OWN_INDEX = "distjax_own_index"
+
+
+def own_index(axis_name: str) -> jax.Array:
+    """Returns the replica's number, to find its part of a value that is equal on all."""
+    with jax.named_scope(OWN_INDEX):
+        return lax.axis_index(axis_name)
+
+
 def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
     """Returns replica 0's `x` on every replica."""
     x = jnp.asarray(x)
     if jax_compat.is_key_dtype(x.dtype):
         first = from_first_replica(jax.random.key_data(x), axis_name)
         return jax.random.wrap_key_data(first, impl=jax.random.key_impl(x))
-    is_first = lax.axis_index(axis_name) == 0
+    is_first = own_index(axis_name) == 0
     as_number = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
     kept = jnp.where(is_first, as_number, jnp.zeros_like(as_number))
     return lax.psum(kept, axis_name).astype(x.dtype)

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from distjax._src import hooks
+from distjax._src import hooks, jax_compat
 from distjax._src.data.elements import HostTree
 from distjax._src.data.reader import HostElement
 from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.rows import note_batch
 from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import transfer_each, transfer_local_rows
 from distjax._src.typing import PyTree
@@ -113,6 +114,9 @@ class InputLayout:
         topology = self.topology
         if topology is None:
             return arrays
+        for array in jax.tree.leaves(arrays):
+            if not isinstance(array, jax_compat.Tracer):
+                note_batch(array)
         if topology.num_replicas == 1:
             hooks.tell(hooks.on_lone_value, arrays)
             return arrays

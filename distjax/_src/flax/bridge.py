@@ -54,11 +54,12 @@ from distjax._src.flax.plans import (
 from distjax._src.flax.rules import metrics_in
 from distjax._src.flax.writes import Outcome, VariableOutcome, combine_writes
 from distjax._src.placement.per_replica import PerReplica, is_per_replica
+from distjax._src.placement.topology import are_exchanged
 from distjax._src.replica.arguments import is_array
 from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.description import VariableDescription, describe_stored
-from distjax._src.variables.layouts import Layout, StackedLayout
+from distjax._src.variables.layouts import Layout, StackedLayout, in_force
 from distjax.errors import UnsupportedError, message
 
 # -- saved state --------------------------------------------------------------
@@ -121,7 +122,7 @@ class SplitNNX:
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
         """Converts stored leaves to the global view, as arguments of `run` or as values."""
         strategy = self.plan.live_strategy
-        pairs = zip(leaves, self.plan.layouts, strict=True)
+        pairs = zip(leaves, map(in_force, self.plan.layouts), strict=True)
         if strategy is None or not for_replicas:
             return [as_value(x, layout) for x, layout in pairs]
         topology = strategy.extended.topology
@@ -159,7 +160,7 @@ class SplitNNX:
         plan, self._in_replica = self.plan, context is not None
         if context is None and plan.live_strategy is not None:  # so that a `run` inside finds it
             assign_unassigned([*nodes.values()], plan.live_strategy)
-        places = [(layout, entry) for entry in plan.entries for layout in entry.layouts]
+        places = [(in_force(x), entry) for entry in plan.entries for x in entry.layouts]
         pairs = zip(leaves, places, strict=True)
         values = values_of(plan, [_view_leaf(leaf, *place, context) for leaf, place in pairs])
         self._on_host = [v for v in self._variables if is_variable(v) and has_hook(v)]
@@ -271,6 +272,15 @@ class SplitNNX:
         """Returns the written leaves in stored form; replicas' writes are combined by rule."""
         return combine_writes(self.plan, outcome, finals, strategy)
 
+    def before(self, outcome: Outcome, number: int) -> list[tuple[str, Any]]:
+        """Returns the name and the former value of each array of a variable."""
+        entry, origin = outcome.variables[number].entry, outcome.variables[number].origin
+        if origin is None:
+            return [(entry.path, None) for _ in entry.layouts]
+        start = sum(len(e.layouts) for e in self.plan.entries[:origin])
+        own = self.leaves[start : start + len(self.plan.entries[origin].layouts)]
+        return [(entry.path, value) for value in own]
+
     # -- after the program --------------------------------------------------------
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, list[Any]]) -> None:
@@ -378,7 +388,7 @@ def _view_leaf(
         return frames.current().state.whole(leaf, layout.local_form)
     if entry.rule == rules.FOLD:
         number = context.replica_id_in_sync_group
-        if context.num_replicas_in_sync > 1:
+        if context.num_replicas_in_sync > 1 or are_exchanged():
             return _fold_keys(leaf, number)
         # One replica draws as without a strategy. The checks look at it as one of several, whose
         # keys differ: this says so, and XLA leaves nothing of it.

@@ -370,7 +370,8 @@ def _plan(
 ) -> Plan:
     """Returns the plan of flattened objects, the same one for equal graphs, shapes and rules."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
-    key = (structure, tuple(shapes), rules.as_key(), metrics_as_key())
+    topology = None if strategy is None else strategy.extended.topology
+    key = (structure, tuple(shapes), rules.as_key(), metrics_as_key(), topology)
     known_key, known = graph.last_lookup
     if known_key == key and known.is_for(strategy):
         return known

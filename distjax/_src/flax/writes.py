@@ -24,7 +24,7 @@ from distjax._src.placement.topology import Topology
 from distjax._src.replica.global_value import from_user_value, stack_replicas
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line
-from distjax._src.variables.layouts import Layout
+from distjax._src.variables.layouts import Layout, in_force
 from distjax.errors import LocalityError, LocalityWarning, message
 
 
@@ -99,7 +99,7 @@ def combine_writes(
     leaves = []
     for i, final in finals.items():
         entry = outcome.variables[i].entry
-        own = zip(final, entry.layouts, strict=True)
+        own = zip(final, map(in_force, entry.layouts), strict=True)
         leaves += [_Leaf((i, k), value, entry, layout) for k, (value, layout) in enumerate(own)]
     if strategy is None:
         combined = {leaf.where: leaf.value for leaf in leaves}

@@ -138,6 +138,13 @@ class SplitObjects(Protocol):
         """
         ...
 
+    def before(self, outcome: Any, number: int) -> list[tuple[str, Any]]:
+        """Returns the name and the former value of each array of a variable, by number.
+
+        None in the place of the value of one that is new.
+        """
+        ...
+
     def write_back(self, outcome: Any, stored: Mapping[int, Any]) -> None:
         """Writes the new values to the objects; can be retried if a signal interrupts it."""
         ...
@@ -339,6 +346,7 @@ class StatefulArgs:
             return Placeholder(index, leaves[index] if first else ())
 
         is_leaf = _leaf_test(bridge)
+        self._outcome: tuple[Any, tuple[int, ...]] = None, ()
         self.args = tuple(jax.tree.map(placeholder, arg, is_leaf=is_leaf) for arg in args)
         kwargs = jax.tree.map(placeholder, kwargs, is_leaf=is_leaf) if kwargs else {}
         given = {s.index for i in donated for s in _placeholders(self.args[i]) if s.leaves}
@@ -366,6 +374,15 @@ class StatefulArgs:
             return tree.build
         objects = [*self._objects, *self._split.members]
         return lambda: _put_objects(tree.build(), objects)
+
+    def changes(self) -> dict[str, tuple[str, Any]]:
+        """After a trace: path in what `emit_run` returned -> name and former value of an array."""
+        outcome, stored = self._outcome
+        return {
+            f"[2][{i}][{k}]": pair
+            for i in stored
+            for k, pair in enumerate(self._split.before(outcome, i))
+        }
 
     # -- inside a program ---------------------------------------------------------
 
@@ -395,6 +412,7 @@ class StatefulArgs:
             returns_object_state=True,
         )
         stored = self._split.combine_writes(outcome, finals, strategy)
+        self._outcome = outcome, tuple(stored)
         return take_apart(result), outcome, stored
 
     def emit_call(
@@ -410,6 +428,7 @@ class StatefulArgs:
         args, keywords = self._with_inputs(args, keywords, False)
         result, outcome, finals = self._trace(fn, args, keywords, None)
         stored = self._split.combine_writes(outcome, finals, None)
+        self._outcome = outcome, tuple(stored)
         return take_apart(result), outcome, stored
 
     def _with_inputs(

@@ -58,6 +58,22 @@ def note(value: PyTree, num_replicas: int, axis: Axis) -> None:
     _noted[key] = reference, num_replicas, axis
 
 
+#: By `id`, for as long as they live: arrays that are the replicas' rows of a batch.
+_batches: dict[int, weakref.ref[Any]] = {}
+
+
+def note_batch(array: jax.Array) -> None:
+    """Remembers that an array holds the rows that each replica has of a batch."""
+    key = id(array)
+    _batches[key] = weakref.ref(array, lambda _: _batches.pop(key, None))
+
+
+def is_batch(array: PyTree) -> bool:
+    """Returns whether an array holds the replicas' rows of a batch, as far as is known."""
+    reference = _batches.get(id(array))
+    return reference is not None and reference() is array
+
+
 def note_one_value(value: PyTree, num_replicas: int) -> Any:
     """Returns `value`, remembered as one value for all replicas, whatever it is computed from."""
     if isinstance(value, jax_compat.Tracer):

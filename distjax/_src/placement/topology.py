@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -247,6 +249,41 @@ def abstract_topology(num_replicas: int, axis_name: str) -> Topology:
     """
     mesh: Any = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
     return Topology((), num_replicas, axis_name, mesh)
+
+
+# -- another number of replicas --------------------------------------------------
+# `dj.check` asks what a step would do on other replicas, while other threads go on with their own.
+
+_exchanged: ContextVar[Callable[[Topology], Topology] | None] = ContextVar(
+    "distjax_exchanged", default=None
+)
+
+
+@contextlib.contextmanager
+def exchanging_topologies(exchange: Callable[[Topology], Topology]) -> Generator[None]:
+    """A context in which other topologies stand in for those of strategies, in this thread.
+
+    For traces only: nothing is laid out for these topologies but the arguments of the trace.
+
+    Args:
+      exchange: returns the topology that stands in for one.
+    """
+    token = _exchanged.set(exchange)
+    try:
+        yield
+    finally:
+        _exchanged.reset(token)
+
+
+def are_exchanged() -> bool:
+    """Returns whether other topologies stand in for those of strategies."""
+    return _exchanged.get() is not None
+
+
+def in_force(topology: Topology) -> Topology:
+    """Returns the topology that stands in for one of a strategy: mostly itself."""
+    exchange = _exchanged.get()
+    return topology if exchange is None else exchange(topology)
 
 
 def _require_devices(devices: tuple[jax.Device, ...]) -> None:

@@ -349,6 +349,10 @@ class Discovered:
         if roots:
             reached.record(roots, (*self.reads, *self.writes, *self.created))
 
+    def move_constants(self, move: Callable[[Any], Any]) -> None:
+        """Exchanges the arrays that the step captured for what `move` returns."""
+        self._consts = list(map(move, self._consts))
+
     @property
     def results(self) -> list[tuple[str, bool]]:
         """The paths of the array results, and whether each differs per replica."""

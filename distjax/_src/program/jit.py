@@ -316,6 +316,10 @@ class CompiledFunction:
         is_argument = is_stateful(instance) or is_module(instance)
         return functools.partial(self, instance if is_argument else as_static(instance, "self"))
 
+    def current_program(self) -> Program:
+        """Returns the program for the context of the caller."""
+        return self._program(frames.current())
+
     def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         program = self._programs.get(key)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.context import frames
-from distjax._src.objects.stateful import find_objects, one_at_a_time
+from distjax._src.objects.stateful import call_of, find_objects, one_at_a_time
 from distjax._src.placement.per_replica import is_per_replica, return_to_replicas
 from distjax._src.placement.transfer import is_narrowed, require_held
 from distjax._src.program.discovery import Discovered, Step, discover
@@ -394,6 +395,50 @@ class Program:
                     lowered.compile()
             jax_compat.forget_refusals(build.jitted)
             return build, found
+
+    def trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: Callable[[], contextlib.AbstractContextManager[None]],
+        place: Callable[[Any], Any],
+        emit: Callable[..., Any],
+    ) -> tuple[Discovered, tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
+        """Traces the step apart from all builds, to be looked at and evaluated.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          within: makes the context of the trace.
+          place: returns the arguments, objects among them taken apart, as they are traced.
+          emit: ``emit(emit of the step, fn, state, args, kwargs)`` emits the step.
+
+        Returns:
+          The trace, its arguments, and for a step with objects: path -> the user's name and the
+          former value of each of their arrays that is written.
+        """
+        traced = dataclasses.replace(self._step, emit=functools.partial(emit, self._step.emit))
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: object) -> Any:
+            args, kwargs = place(self._mark_objects(args, kwargs) or (args, kwargs))
+            with within():
+                found = discover(traced, args, kwargs, CreationLog())
+            call = call_of(kwargs)
+            return found, args, kwargs, None if call is None else call.changes()
+
+        if has_user_mesh():
+            return user_mesh.ignores_user_mesh(self._with_objects)(run, args, kwargs)
+        return self._with_objects(run, args, kwargs)
+
+    def take_apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], place: Callable[[Any], Any]
+    ) -> Any:
+        """Returns arguments as `trace` takes them, for what it has traced."""
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: object) -> Any:
+            return place(self._mark_objects(args, kwargs) or (args, kwargs))
+
+        return self._with_objects(run, args, kwargs)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these arguments; structs among them stand for arrays."""

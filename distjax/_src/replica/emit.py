@@ -79,7 +79,7 @@ class JaxprEmitter:
                 continue
             self._emit_segment(jaxpr, segment, env, last_use, index)
             segment = []
-            outs = emit_equation(self, eqn, [read_atom(env, v) for v in eqn.invars])
+            outs = self.emit_merging(eqn, [read_atom(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         self._emit_segment(jaxpr, segment, env, last_use, len(jaxpr.eqns))
         return [read_atom(env, v) for v in jaxpr.outvars]
@@ -107,15 +107,22 @@ class JaxprEmitter:
         part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
         if self.topology.num_replicas > 1:
             hooks.tell(hooks.on_segment, part, [env[v].varying for v in ins], self.topology)
-        values = map_replicas(
-            self.topology,
-            lambda *local: self._evaluate(part, (), local),
-            [env[v].array for v in ins],
-            [env[v].varying for v in ins],
-            flags,
-        )
+        values = self.map_segment(part, [env[v] for v in ins], flags)
         values = [_as_traced(x, v) for x, v in zip(values, outs, strict=True)]
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
+
+
+    def map_segment(
+        self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]
+    ) -> list[Any]:
+        """Returns the global results of code without merges; `flags` says which vary."""
+        run = lambda *local: self._evaluate(part, (), local)
+        arrays, varying = [x.array for x in ins], [x.varying for x in ins]
+        return map_replicas(self.topology, run, arrays, varying, flags)
+
+    def emit_merging(self, eqn: JaxprEqn, ins: list[GlobalValue]) -> list[GlobalValue]:
+        """Evaluates one equation that is or contains a merge."""
+        return _RULES.get(eqn.primitive.name, _emit_inlined)(self, eqn, ins)
 
 
 def _call(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -169,13 +176,6 @@ def _last_uses(jaxpr: jax_compat.Jaxpr) -> dict[Any, int]:
 
 
 # -- merges in calls, loops and branches ----------------------------------------
-
-
-def emit_equation(
-    emitter: JaxprEmitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
-) -> list[GlobalValue]:
-    """Evaluates one equation that is or contains a merge."""
-    return _RULES.get(eqn.primitive.name, _emit_inlined)(emitter, eqn, ins)
 
 
 def _emit_merge(

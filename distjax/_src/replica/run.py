@@ -221,4 +221,5 @@ def _emit(
 ) -> list[Any]:
     read = find_variables(traced.jaxpr)
     known = {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}
-    return JaxprEmitter(topology).emit(traced.jaxpr, traced.consts, args, known)
+    emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
+    return emitter.emit(traced.jaxpr, traced.consts, args, known)

@@ -20,7 +20,7 @@ from distjax._src.data import dataset as datasets
 from distjax._src.data.options import InputOptions
 from distjax._src.objects.stateful import run_here
 from distjax._src.placement.rows import holds_noted
-from distjax._src.placement.topology import Topology
+from distjax._src.placement.topology import Topology, in_force
 from distjax._src.program.functions import FunctionCache
 from distjax._src.program.jit import make_run_program, place_arguments
 from distjax._src.replica.arguments import require_call
@@ -28,7 +28,7 @@ from distjax._src.strategies import reducing, updating, values
 from distjax._src.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax._src.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax._src.variables.construct import copy_variable, make_variable
-from distjax._src.variables.layouts import VariablePlacement
+from distjax._src.variables.layouts import MirroredPlacement, VariablePlacement
 from distjax._src.variables.storage import StoredArray, VariableLock, make_storage
 from distjax._src.variables.variable import OwningStrategy, Variable
 
@@ -67,7 +67,7 @@ class StrategyExtended:
 
     Args:
       topology: devices, mesh and replicas; None if a subclass looks them up.
-      placement: where variables live.
+      placement: which layout each variable gets.
       communication: how `reduce_to` and optimizers reduce.
       wraps: whether differing values are returned as PerReplica; a strategy
         of one replica on one device returns bare values.
@@ -97,7 +97,7 @@ class StrategyExtended:
         communication: CommunicationOptions | None = None,
         wraps: bool = True,
     ):
-        self._topology, self.placement = topology, placement
+        self._topology, self._placement = topology, placement
         self.communication = as_communication_options(communication)
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
@@ -120,7 +120,15 @@ class StrategyExtended:
     def topology(self) -> Topology:
         """Devices, mesh and replicas."""
         assert self._topology is not None, "a subclass without a topology overrides this"
-        return self._topology
+        return in_force(self._topology)
+
+    @property
+    def placement(self) -> VariablePlacement:
+        """Where variables live."""
+        topology = self._topology
+        if topology is None or (now := in_force(topology)) is topology:
+            return self._placement
+        return MirroredPlacement(now)
 
     @property
     def num_replicas(self) -> int:

@@ -116,6 +116,23 @@ class MappedFunction:
         lowered: Any = self._program_of(strategy).lower(*marked, **kwargs)
         return LoweredProgram(lowered, self, args, marked, {}, self._mapping.argument_names)
 
+    @property
+    def stacks(self) -> bool:
+        """Whether results are stacked; else they are those of `run`."""
+        return self._mapping.stacks
+
+    def as_per_replica(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a call with a PerReplica where rows are mapped."""
+        args = self._mapping.mark_static(args)
+        strategy = self._find_strategy(frames.current(), args, kwargs)
+        return self._mapping.per_replica(args, kwargs, strategy.extended.topology)
+
+    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledFunction:
+        """Returns what compiles a call with these arguments."""
+        return self._program_of(self._find_strategy(frames.current(), args, kwargs))
+
     def __repr__(self) -> str:
         return f"dj.pmap({function_name(self._fn)})"
 
@@ -439,9 +456,7 @@ class _Mapping:
           ValueError: the number of rows is not that of replicas, or nothing is mapped.
           LocalityError: a PerReplica where the axis is None.
         """
-        treedef, leaves = self._leaves(args, kwargs)
-        values = [self._as_value(path, leaf, axis, topology) for path, leaf, axis in leaves]
-        args, kwargs = jax.tree_util.tree_unflatten(treedef, values)
+        args, kwargs = self.per_replica(args, kwargs, topology)
         if not self.stacks:
             return args, kwargs
         is_plain = lambda x: isinstance(x, Static)

@@ -29,7 +29,7 @@ from jax.sharding import (
 
 from distjax._src import user_mesh
 from distjax._src.collectives.mapping import constrain_to_replicas
-from distjax._src.collectives.ops import all_reduce, as_summand, from_total
+from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
 from distjax._src.modes import ReduceOp
 from distjax._src.placement import topology as kinds
 from distjax._src.placement.topology import Topology
@@ -204,7 +204,7 @@ class AxisShards:
 
     def own_part(self, value: jax.Array) -> jax.Array:
         size = value.shape[self.axis] // self.topology.num_replicas
-        start = lax.axis_index(self.topology.axis_name) * size
+        start = own_index(self.topology.axis_name) * size
         return lax.dynamic_slice_in_dim(value, start, size, self.axis)
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
@@ -278,7 +278,7 @@ class Shards:
         return self.join(lax.all_gather(local, self.topology.axis_name))
 
     def own_part(self, value: jax.Array) -> Any:
-        own = lax.axis_index(self.topology.axis_name)
+        own = own_index(self.topology.axis_name)
         return lax.dynamic_index_in_dim(self.split(value), own, keepdims=False)
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
@@ -566,6 +566,14 @@ class HostLayout(_InHostMemory):
         if axis is None:
             return MirroredLayout(self.topology)
         return HostShardedLayout(self.topology, axis, self.memory_kind)
+
+
+def in_force(layout: Any) -> Any:
+    """Returns the layout that stands in for one where other replicas do: mostly itself."""
+    topology = getattr(layout, "topology", None)
+    if topology is None or (now := kinds.in_force(topology)) is topology:
+        return layout
+    return StackedLayout(now) if layout.kind == kinds.PER_REPLICA else MirroredLayout(now)
 
 
 # -- who decides ---------------------------------------------------------------

@@ -30,11 +30,12 @@ from distjax._src.jax_compat import ShapedArray
 from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.rows import note_one_value
+from distjax._src.placement.topology import are_exchanged
 from distjax._src.placement.transfer import require_wholly_here
 from distjax._src.typing import DTypeLike, PyTree, VariableModes
 from distjax._src.variables.conversion import Array, convert, is_number, module_of
 from distjax._src.variables.description import VariableDescription, as_html_table, describe_stored
-from distjax._src.variables.layouts import Layout, VariablePlacement
+from distjax._src.variables.layouts import Layout, VariablePlacement, in_force
 from distjax._src.variables.policy import PLAIN, Combine, Policy, resolve_modes
 from distjax._src.variables.state import TraceState, leak_text
 from distjax._src.variables.storage import StoredArray, VariableLock
@@ -119,7 +120,6 @@ class Variable:
     aggregation: VariableAggregation
     trainable: bool
     policy: Policy
-    layout: Layout
     stored: StoredArray
     serial_number: int
     #: Whether the trace that creates it is active.
@@ -166,7 +166,7 @@ class Variable:
         on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable = (not on_read) if trainable is None else bool(trainable)
         self.policy = policy
-        self.layout = layout
+        self._layout = layout
         self.serial_number = next(_serial_numbers)
         self.is_being_made = False
         self.stored = strategy.extended.make_storage(self)
@@ -274,6 +274,11 @@ class Variable:
     # -- views ----------------------------------------------------------------
 
     @property
+    def layout(self) -> Layout:
+        """How the value is stored."""
+        return in_force(self._layout)
+
+    @property
     def sharding(self) -> Sharding | None:
         """Where the storage lives; None: on JAX's default device, uncommitted."""
         return self.layout.sharding
@@ -303,7 +308,9 @@ class Variable:
         self.stored.complete_creation()
         if not self.is_being_made:
             self.stored.require_made()
-        return ShapedArray(self.local_shape, self.dtype) if local else self.stored.traced_type()
+        if local or are_exchanged():
+            return ShapedArray(self.local_shape if local else self.global_shape, self.dtype)
+        return self.stored.traced_type()
 
     def gather(self, local: jax.Array) -> Any:
         """Returns the value that a replica reads, from what it holds."""

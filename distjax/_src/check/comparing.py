@@ -1,0 +1,203 @@
+"""What differs between a step's run for R replicas and for one.
+
+New state is compared by how much it changes, since a step changes parameters by little. A value
+per replica that is no state may be joined (rows), averaged or summed by the user afterwards: it is
+well if any of these gives the value of the one replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax._src import jax_compat
+from distjax._src.check.runs import Run, Value
+from distjax._src.context.expectation import without_expectations
+from distjax._src.placement.per_replica import PerReplica, is_per_replica
+from distjax._src.typing import PyTree
+
+#: Of a change of state, and of a result: how much is rounding.
+#: How state differs that is no longer equal on all replicas.
+APART = "is another value on each replica"
+STATE_TOLERANCE, RESULT_TOLERANCE = 1e-3, 2e-5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Difference:
+    """A value of R replicas that is not that of one.
+
+    Attributes:
+      key: what identifies the value in both runs.
+      value: that of R replicas.
+      what: how it differs.
+      factor: how many times as large it is, or its change; NaN: no such number.
+    """
+
+    key: Any
+    value: Value
+    what: str
+    factor: float = float("nan")
+
+
+class Comparison:
+    """Compares runs of one step.
+
+    Args:
+      args: the step's positional arguments.
+      tolerance: how much of a change of state, or of a result, is rounding; None: see above.
+    """
+
+    def __init__(self, args: Sequence[PyTree], tolerance: float | None):
+        self._args, self._tolerance = args, tolerance
+
+    def differences(self, several: Run, alone: Run) -> list[Difference]:
+        """Returns what differs."""
+        before = state_before(self._args, several.result)
+        found = []
+        for key, value in several.values.items():
+            if value.before is None and key in before:
+                value.before = before[key]
+            found += self._compare(key, value, alone.values.get(key))
+        return found
+
+    def _compare(self, key: Any, value: Value, other: Value | None) -> Iterator[Difference]:
+        if other is None:
+            yield Difference(key, value, "is not there with one replica")
+            return
+        ours, theirs = numbers(value.array), numbers(other.array)
+        theirs = theirs[0] if other.varying else theirs
+        before = None if value.before is None else numbers(value.before)
+        if not value.varying:
+            factor = self.factor(ours, theirs, before)
+            if factor is not None:
+                yield Difference(key, value, "differs", factor)
+        elif before is not None and before.shape == ours.shape[1:]:  # state
+            if any(self.factor(row, ours[0], before) is not None for row in ours[1:]):
+                yield Difference(key, value, APART)
+            elif (factor := self.factor(ours[0], theirs, before)) is not None:
+                yield Difference(key, value, "differs", factor)
+        else:
+            yield from self._compare_parts(key, value, ours, theirs)
+
+    def _compare_parts(
+        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray
+    ) -> Iterator[Difference]:
+        """Compares a value per replica that is no state."""
+        if ours.shape[1:] == theirs.shape:
+            if ours.dtype == bool:
+                return
+            wholes = [ours.mean(0), ours.sum(0), *([] if (ours != ours[:1]).any() else [ours[0]])]
+            if np.issubdtype(ours.dtype, np.integer):
+                wholes.append(ours.max(0))
+            factors = [self.factor(whole, theirs, None) for whole in wholes]
+            if None not in factors:
+                yield Difference(key, value, "has another mean and another sum", factors[0])
+            return
+        axis = joined_axis(ours, theirs)
+        if axis is None:
+            yield Difference(
+                key, value, f"has shape {ours.shape[1:]} on each replica, {theirs.shape} on one"
+            )
+            return
+        factor = self.factor(np.concatenate(list(ours), axis), theirs, None)
+        if factor is not None:
+            yield Difference(key, value, "has other rows", factor)
+
+    def factor(self, a: np.ndarray, b: np.ndarray, before: np.ndarray | None) -> float | None:
+        """Returns None if two values are equal up to rounding, else their quotient, or NaN."""
+        if a.shape != b.shape:
+            return float("nan")
+        if not np.issubdtype(a.dtype, np.inexact):
+            if (a == b).all():
+                return None
+            if a.dtype == bool:
+                return float("nan")
+        a, b = a.astype(float), b.astype(float)
+        base = np.zeros_like(a) if before is None or before.shape != a.shape else before
+        base = base.astype(float)
+        own, other = a - base, b - base
+        size = np.nanmax(np.abs(a), initial=0)
+        scale = max(np.nanmax(np.abs(own), initial=0), np.nanmax(np.abs(other), initial=0))
+        if before is None:
+            allowed = (self._tolerance or RESULT_TOLERANCE) * scale + 1e-7
+        else:
+            allowed = (self._tolerance or STATE_TOLERANCE) * scale + 1e-6 * size + 1e-30
+        is_off = ~(np.abs(a - b) <= allowed) & ~(np.isnan(a) & np.isnan(b))
+        if not is_off.any():
+            return None
+        # A few entries: an optimizer divides a tiny gradient by its own size.
+        if before is not None and is_off.mean() < 0.01 and _rms(a - b) < 0.05 * _rms(other):
+            return None
+        is_large = np.abs(other) > 20 * max(allowed, 1e-12)
+        if is_large.any():
+            quotients = own[is_large] / other[is_large]
+            if np.ptp(quotients) <= 0.02 * np.abs(quotients).max():
+                return float(np.median(quotients))
+        return float("nan")
+
+
+def numbers(value: Any) -> np.ndarray:
+    """Returns a value on the host; a PRNG key as its data, low precision as float32."""
+    if isinstance(value, PerReplica):
+        value = value.stacked[0]
+    if jax_compat.is_key_dtype(getattr(value, "dtype", None)):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
+
+
+def joined_axis(ours: np.ndarray, theirs: np.ndarray) -> int | None:
+    """Returns the axis along which the replicas' values [R, ...] are parts of one value."""
+    if ours.ndim != theirs.ndim + 1:
+        return None
+    axes = [i for i, (a, b) in enumerate(zip(ours.shape[1:], theirs.shape, strict=True)) if a != b]
+    if len(axes) != 1 or theirs.shape[axes[0]] != ours.shape[0] * ours.shape[1 + axes[0]]:
+        return None
+    return axes[0]
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+# -- results that are new state ---------------------------------------------------
+
+
+def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
+    """Returns the former values of results that are arguments, updated, by path.
+
+    An argument comes back if the result, or a part of it, has its structure and shapes.
+    """
+    parts = [("", result)]
+    if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
+        parts += [(f"[{i}]", part) for i, part in enumerate(result)]
+    elif isinstance(result, dict):
+        parts += [(f"[{key!r}]", part) for key, part in result.items()]
+    found: dict[str, Any] = {}
+    taken: set[str] = set()
+    (*given,), _ = without_expectations(tuple(args), {})
+    for arg in given:
+        leaves, treedef = jax.tree.flatten(arg, is_leaf=is_per_replica)
+        if not leaves or all(isinstance(x, PerReplica) for x in leaves):
+            continue
+        for prefix, part in parts:
+            pairs, own = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_per_replica)
+            is_lone_number = len(pairs) == 1 and not pairs[0][0] and np.shape(leaves[0]) == ()
+            if prefix in taken or own != treedef or is_lone_number:
+                continue
+            if any(_shape(x) != _shape(y) for (_, x), y in zip(pairs, leaves, strict=True)):
+                continue
+            taken.add(prefix)
+            for (path, _), before in zip(pairs, leaves, strict=True):
+                if hasattr(before, "dtype") and not isinstance(before, PerReplica):
+                    found[prefix + jax.tree_util.keystr(path)] = before
+            break
+    return found
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))

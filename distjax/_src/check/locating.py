@@ -1,0 +1,190 @@
+"""Where the law breaks: the first line whose result is no longer that of one replica.
+
+Every value of the R replicas is compared with that of the one. It is *equal* (the same on all
+replicas), *rows* (the replicas' values joined) or a *share* (their sum is the value), times a power
+of R. A line of which all operands are one of these and the result is none is where the law breaks;
+where a result is equal, but R times too large, it is the reduction that made it so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distjax._src.check.comparing import joined_axis, numbers
+from distjax._src.check.replay import Node
+
+EQUAL, ROWS, SHARE = "equal", "rows", "share"
+#: How much of the largest element is rounding.
+_TOLERANCE = 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a value of R replicas is to that of one.
+
+    Attributes:
+      form: EQUAL, ROWS or SHARE.
+      power: it is R to this power too large.
+    """
+
+    form: str
+    power: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a loss, a gradient or state may be so: whole, and of the right size."""
+        return self.form == EQUAL and self.power == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """Where the law breaks.
+
+    Attributes:
+      node: the result that is none of the kinds, or of the wrong size.
+      came_in: the operand that is to blame; None: none is.
+      kind: what this operand is.
+      made_by: what computed it: a reduction, if there is one.
+    """
+
+    node: Node
+    came_in: Node | None
+    kind: Kind | None
+    made_by: Node | None
+
+
+class Locator:
+    """Finds where the law breaks, from the kept values of two runs.
+
+    Args:
+      several: the values of R replicas.
+      alone: those of one.
+      num_replicas: R.
+    """
+
+    def __init__(self, several: Sequence[Node], alone: Sequence[Node], num_replicas: int):
+        self._mates: Mapping[Any, Node] = {node.place: node for node in alone}
+        self._count = num_replicas
+        self._order = {node: i for i, node in enumerate(several)}
+        self._kinds: dict[Node, tuple[Kind, ...] | None] = {}
+
+    def kinds(self, node: Node) -> tuple[Kind, ...] | None:
+        """Returns what a value may be; () for none of the kinds, None where nothing is known."""
+        if node not in self._kinds:
+            self._kinds[node] = self._find_kinds(node)
+        return self._kinds[node]
+
+    def _find_kinds(self, node: Node) -> tuple[Kind, ...] | None:
+        mate = self._mates.get(node.place)
+        if node.value is None or mate is None or mate.value is None:
+            return None
+        ours, theirs = numbers(node.value), numbers(mate.value)
+        ours = ours if node.varying else np.broadcast_to(ours, (self._count, *ours.shape))
+        theirs = theirs[0] if mate.varying else theirs
+        if ours.dtype == bool:
+            ours, theirs = ours.astype(np.int8), theirs.astype(np.int8)
+        if not np.issubdtype(ours.dtype, np.number):
+            return None
+        ours, theirs = ours.astype(float), theirs.astype(float)
+        found: list[Kind] = []
+        if ours.shape[1:] == theirs.shape:
+            rows = ours.reshape(self._count, -1)
+            if _close(rows, rows[:1]):
+                found += (Kind(EQUAL, p) for p in self._powers(ours[0], theirs))
+            found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs))
+        elif (axis := joined_axis(ours, theirs)) is not None:
+            joined = np.concatenate(list(ours), axis)
+            found += (Kind(ROWS, p) for p in self._powers(joined, theirs))
+        return tuple(found)
+
+    def _powers(self, ours: np.ndarray, theirs: np.ndarray) -> Iterable[int]:
+        for power in (0, 1, -1, 2, -2):
+            if _close(ours, theirs * float(self._count) ** power):
+                yield power
+
+    def find(self, node: Node) -> tuple[list[Break], bool]:
+        """Returns where the law breaks on the way to a value that differs; the first comes first.
+
+        And whether nothing but rounding was found.
+        """
+        found: dict[Node, Break] = {}
+        pending, seen, is_rounded = [node], set[Node](), False
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            kinds = self.kinds(node)
+            if kinds:
+                made_by = self._origin(node, kinds)
+                wrong = [k for k in kinds if not k.is_right]
+                if len(wrong) == len(kinds):
+                    found[made_by] = Break(made_by, node, kinds[0], made_by)
+                continue
+            broken = [x for x in node.inputs if self.kinds(x) == ()]
+            if kinds is None:  # a key, or what one replica does not compute
+                pending += [*broken, *(x for x in node.inputs if self.kinds(x) is None)]
+            elif broken:
+                pending += broken
+            elif self._is_rounding(node):
+                is_rounded = True
+            else:
+                found[node] = self._break_at(node)
+        breaks = sorted(found.values(), key=lambda b: self._order.get(b.node, len(self._order)))
+        return breaks, is_rounded and not breaks
+
+    def _is_rounding(self, node: Node) -> bool:
+        """Returns whether a value is computed from nothing but what is right."""
+        kinds = [self.kinds(x) for x in node.inputs]
+        return bool(kinds) and all(k is not None and any(x.is_right for x in k) for k in kinds)
+
+    def _break_at(self, node: Node) -> Break:
+        suspects = []
+        for x in node.inputs:
+            kinds = self.kinds(x) or ()
+            if kinds and not any(k.is_right for k in kinds):
+                kind = kinds[0]
+                # A wrong size is worse than a share, which is worse than rows.
+                rank = (kind.power == 0 or kind.form != EQUAL, kind.form == ROWS)
+                suspects.append((rank, len(suspects), x, kind))
+        if not suspects:
+            return Break(node, None, None, None)
+        _, _, came_in, kind = min(suspects, key=lambda s: s[:2])
+        return Break(node, came_in, kind, self._origin(came_in, (kind,)))
+
+    def _origin(self, node: Node, kinds: Sequence[Kind]) -> Node:
+        """Returns what made a value such: the reduction behind it, or the value itself."""
+        wanted, at = set(kinds), node
+        while not at.is_reduction:
+            before = [x for x in at.inputs if wanted.intersection(self.kinds(x) or ())]
+            if not before:
+                return node if at is node else at
+            at = max(before, key=lambda x: self._order.get(x, -1))
+        return at
+
+
+def reductions_before(nodes: Iterable[Node]) -> list[Node]:
+    """Returns the reductions on the way to values, nearest first."""
+    ahead, seen, found = list(nodes), set[Node](), list[Node]()
+    while ahead:
+        node = ahead.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.is_reduction:
+            found.append(node)
+        ahead += node.inputs
+    return found
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether values are equal up to rounding."""
+    size = max(np.nanmax(np.abs(a), initial=0), np.nanmax(np.abs(b), initial=0))
+    with np.errstate(invalid="ignore"):
+        near = np.abs(a - b) <= _TOLERANCE * size + 1e-12
+    same = (np.isnan(a) & np.isnan(b)) | (a == b)
+    return bool((near | same).all())

@@ -1,0 +1,439 @@
+"""What a trace for `dj.check` records, and how random numbers are made the same for any R.
+
+A step is traced for one replica, then for R. Draws are numbered by line, so that each draw of
+the R replicas knows the shape of the same draw of the one: if that is R times as large, each
+replica takes its part of the large draw, from replica 0's key, which is that of the one replica.
+So both use the same numbers, in loops and branches, too. Where the key is equal on all replicas
+the draw stays as it is: every replica draws the same, and the difference is found like any other.
+
+To find a line, all values are kept, each with the values that it is computed from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax._src import jax_compat, user_lines
+from distjax._src.collectives.mapping import map_replicas
+from distjax._src.collectives.ops import OWN_INDEX
+from distjax._src.context.expectation import reason_in
+from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
+from distjax._src.jaxprs import CALLS, Flow
+from distjax._src.placement.topology import Topology
+from distjax._src.replica.emit import JaxprEmitter, OneDevice
+from distjax._src.replica.global_value import GlobalValue
+
+#: Primitives that draw as many numbers, or keys, as their parameter `shape` says.
+DRAWS = frozenset(("random_bits", "random_split"))
+#: Primitives whose result is their operand, elsewhere or in another form.
+_UNCHANGED = frozenset(("sharding_constraint", "convert_element_type", "squeeze", "copy"))
+#: The user's line, the primitive, and which one of these it is.
+Place = tuple[str, str, int]
+#: Why a value may differ between R replicas and one: the user's words for it.
+Tags = frozenset[str]
+NO_TAGS: Tags = frozenset()
+OWN_NUMBER = "the replica's own number"
+OWN_DRAWS = "random numbers of each replica's own"
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A value of a step that was kept.
+
+    Attributes:
+      place: what computes it, and which of its results it is.
+      inputs: what it is computed from.
+      is_reduction: whether it is a collective over the replicas, or a merge.
+      varying: whether `value` is [R, ...].
+      value: the value, once the step has run; None for a PRNG key.
+    """
+
+    place: tuple[Place, int]
+    inputs: tuple[Node, ...]
+    is_reduction: bool = False
+    varying: bool = True
+    value: Any = None
+
+    @property
+    def line(self) -> str:
+        """The user's line."""
+        return self.place[0][0]
+
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return self.place[0][1]
+
+
+#: A change of a value, tried to see whether a difference vanishes: "mean", "sum", "without".
+Edits = Mapping[tuple[Place, int], str]
+
+
+class TraceOptions(Protocol):
+    """How a step is traced: see `runs.Options`."""
+
+    @property
+    def mates(self) -> Mapping[Place, tuple[int, ...]] | None: ...
+    @property
+    def axes(self) -> Mapping[Place, int] | None: ...
+    @property
+    def order(self) -> Sequence[int] | None: ...
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def constants(self) -> Mapping[float, float] | None: ...
+    @property
+    def edits(self) -> Edits | None: ...
+
+
+class Recording:
+    """What one trace records.
+
+    Args:
+      options: how the step is traced, see `runs.Options`.
+    """
+
+    def __init__(self, options: TraceOptions):
+        self.mates, self.keeps = options.mates, options.keeps
+        self.constants, self.edits = options.constants or {}, options.edits or {}
+        self._axes, self._order = options.axes or {}, options.order
+        self.axes: dict[Place, int] = {}  # of draws, along which each replica takes its part
+        self.draws: dict[Place, tuple[int, ...]] = {}
+        self.nodes: list[Node] = []
+        self.values: list[Any] = []  # of `nodes`, in the trace
+        self.used_constants: dict[str, float] = {}
+        self.trace = jax_compat.current_trace()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._places: dict[int, tuple[JaxprEqn, Place]] = {}
+        self._node_of: dict[int, tuple[Any, Node]] = {}
+        self._tags_of: dict[int, tuple[Any, Tags]] = {}
+
+    def make_emitter(self, topology: Topology) -> JaxprEmitter:
+        """Returns what emits a replica function in this trace."""
+        return _RecordingEmitter(topology, self)
+
+    # -- places -----------------------------------------------------------------
+
+    def place(self, eqn: JaxprEqn, outer: Sequence[JaxprEqn] = (), *, anew: bool = True) -> Place:
+        """Returns the place of an equation; `anew`: of this evaluation of it."""
+        if not anew and id(eqn) in self._places:
+            return self._places[id(eqn)][1]
+        key = user_lines.source_line(eqn, *reversed(outer)), eqn.primitive.name
+        place = (*key, self._counts[key])
+        self._counts[key] += 1
+        self._places[id(eqn)] = eqn, place
+        return place
+
+    # -- values -----------------------------------------------------------------
+
+    def keep(self, node: Node, value: Any) -> None:
+        """Keeps a value of the trace."""
+        is_key = jax_compat.is_key_dtype(jnp.result_type(value))
+        self.nodes.append(node)
+        self.values.append(None if is_key else value)
+
+    def node_of(self, value: GlobalValue) -> Node:
+        """Returns the node of a global value; one without inputs for what was not kept."""
+        array, known = value.array, self.node_at(value.array)
+        if known is not None:
+            return known
+        eqn = jax_compat.equation_of(array)
+        line = user_lines.UNKNOWN if eqn is None else user_lines.source_line(eqn)
+        node = Node(((line, "argument", len(self.nodes)), 0), (), varying=value.varying)
+        self.keep(node, array)
+        self.record(array, node, self.tags_of(array))
+        return node
+
+    def node_at(self, array: Any) -> Node | None:
+        """Returns the node of a global value, looking through constraints; None: not kept."""
+        while id(array) not in self._node_of:
+            eqn = jax_compat.equation_of(array)
+            if eqn is None or eqn.primitive.name not in _UNCHANGED or len(eqn.in_tracers) != 1:
+                return None
+            (array,) = eqn.in_tracers
+        return self._node_of[id(array)][1]
+
+    def record(self, array: Any, node: Node | None, tags: Tags) -> None:
+        """Remembers what is known of a global value."""
+        if node is not None:
+            self._node_of[id(array)] = array, node
+        self._tags_of[id(array)] = array, tags
+
+    def tags_of(self, array: Any) -> Tags:
+        """Returns the tags of a global value: its own, or those of what it is computed from."""
+        pending = [array]
+        while pending:
+            last = pending[-1]
+            eqn = jax_compat.equation_of(last)
+            before = [] if eqn is None else eqn.in_tracers
+            missing = [x for x in before if id(x) not in self._tags_of]
+            if id(last) in self._tags_of or not missing:
+                pending.pop()
+                if id(last) not in self._tags_of:
+                    tags = NO_TAGS.union(*(self._tags_of[id(x)][1] for x in before))
+                    self._tags_of[id(last)] = last, tags
+            else:
+                pending += missing
+        return self._tags_of[id(array)][1]
+
+    # -- draws ------------------------------------------------------------------
+
+    def grown_axis(self, place: Place, own: Sequence[int], count: int) -> int | None:
+        """Returns the axis along which the one replica draws R times as much; None: none."""
+        big = (self.mates or {}).get(place)
+        if big is None or len(big) != len(own):
+            return None
+        axes = [i for i, (a, b) in enumerate(zip(own, big, strict=True)) if a != b]
+        if len(axes) != 1 or big[axes[0]] != count * own[axes[0]]:
+            return None
+        self.axes[place] = axes[0]
+        return axes[0]
+
+    def in_order(self, place: Place, drawn: Any, ndim: int) -> Any:
+        """Returns what the one replica drew, for rows that stand in another order."""
+        axis, order = self._axes.get(place), self._order
+        if axis is None or order is None or drawn.shape[ndim + axis] != len(order):
+            return drawn
+        return jnp.take(drawn, jnp.array(order), ndim + axis)
+
+
+class _RecordingEmitter(JaxprEmitter):
+    """Emits a replica function so that its draws agree, and its values are kept."""
+
+    def __init__(self, topology: Topology, recording: Recording):
+        super().__init__(topology)
+        self._recording = recording
+
+    def map_segment(
+        self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]
+    ) -> list[Any]:
+        """Returns the global results of code without merges."""
+        recording, arrays = self._recording, [x.array for x in ins]
+        varying = [x.varying for x in ins]
+        evaluator = _Evaluator(self, recording)
+        if not recording.keeps or jax_compat.current_trace() is not recording.trace:
+            run = lambda *local: evaluator.evaluate(part, (), local)
+            return map_replicas(self.topology, run, arrays, varying, flags)
+        given = list(map(recording.node_of, ins))
+        nodes: list[Node] = []
+
+        def run_keeping(*local: jax.Array) -> list[Any]:
+            kept = _Kept()
+            outs = evaluator.follow(part, local, given, kept)
+            nodes[:] = kept.nodes
+            results[:] = [node for _, node in outs]
+            return [*(value for value, _ in outs), *kept.values]
+
+        results: list[Node] = []
+        values = map_replicas(self.topology, run_keeping, arrays, varying, True)
+        for node, value in zip(nodes, values[len(flags) :], strict=True):
+            recording.keep(node, value)
+        outs = [x if f else x[0] for x, f in zip(values, flags, strict=False)]
+        tags = Dependence(self, recording).outputs(part, list(map(recording.tags_of, arrays)))
+        for out, node, known in zip(outs, results, tags, strict=True):
+            recording.record(out, node, known)
+        return outs
+
+    def emit_merging(self, eqn: JaxprEqn, ins: list[GlobalValue]) -> list[GlobalValue]:
+        """Evaluates one equation that is or contains a merge."""
+        recording, is_merge = self._recording, "merge" in eqn.params
+        outs = super().emit_merging(eqn, ins)
+        if not recording.keeps or jax_compat.current_trace() is not recording.trace:
+            return outs
+        tags = NO_TAGS.union(*(recording.tags_of(x.array) for x in ins))
+        place, given = recording.place(eqn), tuple(map(recording.node_of, ins))
+        if eqn.primitive.name in CALLS:
+            return outs  # what is in it was kept
+        for i, out in enumerate(outs):
+            edit, count = recording.edits.get((place, i)), self.topology.num_replicas
+            if edit in ("divided", "multiplied"):
+                scale = 1 / count if edit == "divided" else count
+                out = out._replace(array=(out.array * scale).astype(jnp.result_type(out.array)))
+                outs[i] = out
+            node = Node((place, i), given, is_merge, out.varying)
+            recording.keep(node, out.array)
+            recording.record(out.array, node, tags)
+        return outs
+
+
+class _Kept:
+    """What one segment keeps."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.values: list[Any] = []
+
+
+class _Evaluator(OneDevice):
+    """Evaluates a segment for one replica."""
+
+    def __init__(self, emitter: JaxprEmitter, recording: Recording):
+        super().__init__(emitter.analysis, emitter.topology.num_replicas)
+        self._recording = recording
+        self._shares_device = emitter.topology.mesh is None
+
+    def _is_special(self, eqn: JaxprEqn) -> bool:
+        if eqn.primitive.name in DRAWS or self._recording.constants:
+            return True
+        if self._shares_device:
+            return super()._is_special(eqn)
+        return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+
+    def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in DRAWS:
+            return [self._draw(eqn, ins[0])]
+        if self._recording.constants:
+            ins = self._exchanged(eqn, ins)
+            if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
+                return jax_compat.bind_equation(eqn, ins)
+        return super()._equation(eqn, ins)
+
+    def _exchanged(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
+        """Returns operands with other numbers in the place of those in the code."""
+        recording, new = self._recording, list[Any]()
+        for atom, value in zip(eqn.invars, ins, strict=True):
+            if isinstance(atom, Literal) and jnp.ndim(value) == 0:
+                other = recording.constants.get(float(value))
+                if other is not None and atom.aval.dtype != bool:
+                    recording.used_constants[user_lines.source_line(eqn)] = float(value)
+                    value = jnp.asarray(other, atom.aval.dtype)
+            new.append(value)
+        return new
+
+    def _draw(self, eqn: JaxprEqn, keys: Any) -> Any:
+        recording, own = self._recording, tuple(eqn.params["shape"])
+        place = recording.place(eqn, anew=False)
+        mine = jax_compat.bind_equation(eqn, [keys])[0]
+        if recording.mates is None:
+            recording.draws[place] = own
+            return recording.in_order(place, mine, jnp.ndim(keys))
+        axis = recording.grown_axis(place, own, self.num_replicas)
+        if axis is None:
+            return mine
+        rows = lax.all_gather(jax.random.key_data(keys), self.axis_name)
+        first = jax.random.wrap_key_data(rows[0], impl=jax.random.key_impl(keys))
+        params = {**eqn.params, "shape": recording.mates[place]}
+        whole = jax_compat.bind_equation(eqn, [first], params)[0]
+        start = lax.axis_index(self.axis_name) * own[axis]
+        part = lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
+        return jnp.where((rows == rows[:1]).all(), mine, part)
+
+    # -- keeping ----------------------------------------------------------------
+
+    def follow(
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Any],
+        given: Sequence[Node],
+        kept: _Kept,
+        outer: tuple[JaxprEqn, ...] = (),
+        consts: Sequence[Any] = (),
+    ) -> list[tuple[Any, Node]]:
+        """Evaluates code and keeps its values; returns its outputs with their nodes."""
+        env = dict(zip(jaxpr.invars, zip(args, given, strict=True), strict=True))
+        env.update((v, (c, _CONSTANT)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+
+        def read(atom: Any) -> tuple[Any, Node]:
+            return (atom.val, _CONSTANT) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = list(map(read, eqn.invars))
+            values, nodes = [x for x, _ in ins], [n for _, n in ins]
+            if eqn.primitive.name in CALLS - {"compute_on"}:
+                code, own = jax_compat.called_jaxpr(eqn)
+                outs = self.follow(code, values, nodes, kept, (*outer, eqn), own)
+            else:
+                outs = self._keep(eqn, values, nodes, kept, outer)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _keep(
+        self,
+        eqn: JaxprEqn,
+        values: list[Any],
+        nodes: Sequence[Node],
+        kept: _Kept,
+        outer: Sequence[JaxprEqn],
+    ) -> list[tuple[Any, Node]]:
+        recording = self._recording
+        is_draw = eqn.primitive.name in DRAWS
+        place = recording.place(eqn, outer, anew=not is_draw)
+        outs = self._equation(eqn, values)
+        inputs = tuple(n for n in nodes if n is not _CONSTANT)
+        is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
+        found = []
+        for i, out in enumerate(outs):
+            out = self._edited((place, i), out, values)
+            node = Node((place, i), inputs, is_reduction)
+            kept.nodes.append(node)
+            is_key = jax_compat.is_key_dtype(jnp.result_type(out))
+            kept.values.append(jnp.zeros(()) if is_key else out)
+            found.append((out, node))
+        return found
+
+    def _edited(self, where: tuple[Place, int], out: Any, ins: Sequence[Any]) -> Any:
+        """Returns a value as the edit of it says."""
+        edit = self._recording.edits.get(where)
+        if edit is None:
+            return out
+        dtype, count = jnp.result_type(out), self.num_replicas
+        if edit == "divided":
+            return (out / count).astype(dtype)
+        if edit == "multiplied":
+            return (out * count).astype(dtype)
+        if edit == "without":
+            return jnp.asarray(ins[where[1]], dtype)
+        total = lax.psum(out, self.axis_name)
+        return (total if edit == "summed" else total / count).astype(dtype)
+
+
+_CONSTANT = Node((("", "", 0), 0), ())
+
+
+class Dependence(Flow[Tags]):
+    """Follows why a value may differ between R replicas and one."""
+
+    def __init__(self, emitter: JaxprEmitter, recording: Recording):
+        super().__init__()
+        self._emitter, self._recording = emitter, recording
+
+    def of_constant(self, value: object) -> Tags:
+        """Returns nothing: a constant is the same for any number of replicas."""
+        return NO_TAGS
+
+    def join(self, a: Tags, b: Tags) -> Tags:
+        """Returns what either depends on."""
+        return a | b
+
+    def of_equation(self, eqn: JaxprEqn, ins: list[Tags]) -> Sequence[Tags] | None:
+        """Returns what the results depend on."""
+        name, scopes = eqn.primitive.name, str(eqn.source_info.name_stack)
+        tags = NO_TAGS.union(*ins)
+        if name == "axis_index" and self._emitter.analysis.over_replicas(eqn):
+            tags = NO_TAGS if OWN_INDEX in scopes else frozenset((OWN_NUMBER,))
+        if name in DRAWS:
+            place = self._recording.place(eqn, anew=False)
+            count = self._emitter.topology.num_replicas
+            is_same = self._recording.grown_axis(place, eqn.params["shape"], count) is not None
+            tags = frozenset((OWN_DRAWS,)) if tags and not is_same else NO_TAGS
+        reason = reason_in(scopes)
+        if reason is not None:
+            tags |= {f"dj.expect({reason!r})"}
+        elif next(jax_compat.sub_jaxprs(eqn), None) is not None:
+            return None
+        return [tags] * len(eqn.outvars)
+
+    def of_predicate(self, eqn: JaxprEqn, predicate: Tags, outs: list[Tags]) -> list[Tags]:
+        """Returns what values depend on that a predicate decides on."""
+        return [tags | predicate for tags in outs]
+
+    def of_unknown(self, eqn: JaxprEqn, ins: list[Tags]) -> Sequence[Tags]:
+        """Returns what any operand depends on."""
+        return [NO_TAGS.union(*ins)] * len(eqn.outvars)

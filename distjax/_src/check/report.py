@@ -1,0 +1,113 @@
+"""What dj.check says."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distjax._src.check.comparing import Difference
+from distjax._src.check.locating import EQUAL, ROWS, SHARE, Break, Kind
+from distjax._src.check.replay import Node
+from distjax._src.context.reporting import Finding
+from distjax._src.user_lines import UNKNOWN
+from distjax.errors import message
+
+RULE = "numbers that depend on the number of replicas"
+_MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
+_SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
+
+
+def fix_text(edit: str, node: Node) -> str:
+    """Returns a fix that was tried with success, in words."""
+    line = node.line
+    return {
+        "divided": f"a mean in place of the sum at {line}: {_MEANS}",
+        "multiplied": f"a sum in place of the mean at {line}: {_SUMS}",
+        "without": f"no {node.name} at {line}: its operand as it is",
+        "averaged": f"the mean over the replicas of what {line} computes: {_MEANS}",
+        "summed": f"the sum over the replicas of what {line} computes: {_SUMS}",
+    }[edit]
+
+
+def finding(
+    name: str,
+    count: int,
+    where: Break | None,
+    wrong: Sequence[Difference],
+    fix: str | None,
+    is_redrawn: bool,
+) -> Finding:
+    """Returns the finding for values that differ, which one line makes wrong."""
+    line, lines = _line_of(where)
+    names = ", ".join(_named(d) for d in wrong[:4]) + (
+        f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    )
+    got = f"{names}{_factor(wrong, count)}"
+    if is_redrawn:
+        got += ", with other zeros and ones in the masks of the batch"
+    text = message(
+        f"{name} needs to compute the same for {count} replicas as for one with the whole batch",
+        got=got,
+        why="; ".join(lines) if lines else "the numbers would depend on how many devices there are",
+        fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
+    )
+    return Finding("error", RULE, text, line)
+
+
+def _named(d: Difference) -> str:
+    return f"{d.value.name or 'the result'} {d.what}"
+
+
+def _factor(wrong: Sequence[Difference], count: int) -> str:
+    factors = [d.factor for d in wrong if np.isfinite(d.factor)]
+    if not factors:
+        return ""
+    return f", by the factor {np.median(factors):.4g}"
+
+
+def _line_of(where: Break | None) -> tuple[str, list[str]]:
+    if where is None:
+        return UNKNOWN, []
+    node, lines = where.node, []
+    made = where.made_by
+    first = node.line
+    lines.append(f"the first line whose result is not that of one replica: {node.line}")
+    if where.kind is not None and where.came_in is not None and where.came_in is not node:
+        lines.append(f"it takes {_kind_text(where.kind)}")
+    if made is not None and made is not node:
+        lines.append(f"made by {made.name} at {made.line}")
+        first = made.line if made.is_reduction else first
+    return first, lines
+
+
+def _kind_text(kind: Kind) -> str:
+    size = {0: "", 1: ", R times too large", -1: ", R times too small"}.get(
+        kind.power, f", R ** {kind.power} times too large"
+    )
+    what = {
+        EQUAL: "a value that is equal on all replicas",
+        ROWS: "each replica's own rows",
+        SHARE: "each replica's own share of a sum",
+    }[kind.form]
+    return what + (size if kind.form == EQUAL else "")
+
+
+def describe(name: str, found: Sequence[Finding]) -> str:
+    """Returns the text of the error for findings."""
+    counts = Counter(f.level for f in found)
+    text = message(
+        f"{name} needs to be a step in which dj.check finds nothing",
+        got=", ".join(f"{n} {level}{'s' if n > 1 else ''}" for level, n in counts.items()),
+        why="such steps train, but not as one device with the whole batch would",
+        fix="as each finding says; or, where it is meant: with dj.expect(reason)",
+    )
+    return "\n".join([text, *map(_describe, found)])
+
+
+def _describe(finding: Finding) -> str:
+    head = f"{finding.level}: {finding.rule}, at {finding.source}"
+    return textwrap.indent(f"{head}\n{textwrap.indent(finding.text, '  ')}", "  ")

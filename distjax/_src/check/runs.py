@@ -1,0 +1,446 @@
+"""Runs a step on the first device: for R replicas, or for one with the whole batch.
+
+The step is traced anew while other topologies stand in for those of its strategies, and evaluated
+on copies of its arguments and variables; what comes out is kept here and nowhere else. The rows of
+the batch are dealt out to as many replicas as there are in a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax._src import hooks, jax_compat
+from distjax._src.check.replay import NO_TAGS, Edits, Node, Place, Recording, Tags
+from distjax._src.objects.stateful import is_stateful
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.rows import is_batch
+from distjax._src.placement.topology import Topology, exchanging_topologies, one_device_topology
+from distjax._src.program.program import Program
+from distjax._src.replica.arguments import PartitionedTree, is_array, is_one_leaf, user_path
+from distjax._src.replica.global_value import AlreadyPlaced
+from distjax._src.typing import PyTree
+from distjax._src.variables.variable import Variable
+from distjax.errors import UnsupportedError, message
+
+#: Why a value may differ: it depends on an argument that is no part of the batch.
+OWN_VALUES = "an argument with a value of each replica's own"
+
+
+def stand_in_for(topology: Topology, count: int | None) -> Topology:
+    """Returns the topology on which a step is run: so many replicas on the first device.
+
+    Args:
+      topology: a strategy's.
+      count: how many; None: as many as the strategy has, but at least two.
+    """
+    if not topology.devices:
+        return topology
+    count = max(topology.num_replicas, 2) if count is None else count
+    return one_device_topology(topology.devices[0], count, topology.axis_name)
+
+
+# -- arguments ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Rows:
+    """An argument that is part of the batch.
+
+    Attributes:
+      path: the user's name for it.
+      whole: the rows of all replicas, [G, ...].
+    """
+
+    path: str
+    whole: jax.Array
+
+
+#: Returns other rows in the place of those of an argument.
+Change = Callable[[Rows], jax.Array]
+
+
+class Arguments:
+    """A step's arguments, as any number of replicas gets them.
+
+    Args:
+      args: positional arguments, with a PerReplica for what each replica has of its own.
+      kwargs: keyword arguments.
+      batch_argnums: the positional arguments that are parts of the batch.
+      topology: the strategy's; None: not known.
+      names: the names of the positional arguments.
+      shares_rows: whether equal rows stand for one value, as in calls of `dj.pmap`.
+
+    Attributes:
+      is_guess: whether nothing says which arguments are parts of the batch: then all that can be.
+      rows: the arguments that are.
+      num_replicas: R, of the step that is checked.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_argnums: Sequence[int],
+        topology: Topology | None,
+        names: Sequence[str],
+        shares_rows: bool = False,
+    ):
+        pairs, self._treedef = jax.tree_util.tree_flatten_with_path(
+            (args, kwargs), is_leaf=_is_argument
+        )
+        leaves = [leaf for _, leaf in pairs]
+        paths = [user_path(jax.tree_util.keystr(path), names) for path, _ in pairs]
+        numbers = [i for i, a in enumerate(args) for _ in jax.tree.leaves(a, is_leaf=_is_argument)]
+        numbers += [-1] * (len(leaves) - len(numbers))
+        placed = [x.topology for x in leaves if isinstance(x, PerReplica) and x.topology.devices]
+        self._topology = next(iter(placed), topology)
+        self.num_replicas = 2
+        if self._topology is not None:
+            self.num_replicas = stand_in_for(self._topology, None).num_replicas
+        self._device = None if self._topology is None else self._topology.devices[0]
+        known = [
+            n in batch_argnums or is_batch(x.stacked if isinstance(x, PerReplica) else x)
+            for n, x in zip(numbers, leaves, strict=True)
+        ]
+        self.is_guess = not any(known)
+        self._leaves: list[Any] = []
+        for leaf, path, is_known in zip(leaves, paths, known, strict=True):
+            is_own = isinstance(leaf, PerReplica)
+            stacked = self.on_device(leaf.stacked) if is_own else None
+            if is_own and not is_known and shares_rows and _are_equal(stacked):
+                self._leaves.append(PerReplica(stacked[:1], leaf.topology))
+            elif (is_known or (is_own and self.is_guess)) and _can_join(leaf):
+                array = self.on_device(leaf) if stacked is None else stacked
+                axes = 1 if stacked is None else 2
+                self._leaves.append(Rows(path, array.reshape(-1, *array.shape[axes:])))
+            else:
+                self._leaves.append(self.on_device(leaf) if stacked is None else leaf)
+        self.is_guess = self.is_guess and bool(self.rows)
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The arguments that are parts of the batch."""
+        return [x for x in self._leaves if isinstance(x, Rows)]
+
+    def on_device(self, x: PyTree) -> Any:
+        """Returns an array on the device of the run; anything else as it is."""
+        if not is_array(x):
+            return x
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            raise UnsupportedError(
+                message(
+                    "dj.check needs arrays of this process",
+                    got="an array on devices of several processes",
+                    why="the step is run on one device, for R replicas and for one",
+                    fix="dj.check(step, *args, strategy=strategy, rules_only=True); or the step in "
+                    "one process",
+                )
+            )
+        return jax.device_put(x, self._device)
+
+    def given(self, count: int, change: Change | None = None) -> Any:
+        """Returns (args, kwargs) for so many replicas."""
+        new = [self._leaf(x, count, change) for x in self._leaves]
+        return jax.tree.unflatten(self._treedef, new)
+
+    def own_paths(self) -> list[bool]:
+        """Returns which leaves are values of each replica's own, and no part of the batch."""
+        return [isinstance(x, PerReplica) and x.stacked.shape[0] > 1 for x in self._leaves]
+
+    def _leaf(self, x: Any, count: int, change: Change | None) -> Any:
+        if isinstance(x, Rows):
+            whole = x.whole if change is None else change(x)
+            if len(whole) % count:
+                raise UnsupportedError(_uneven_text(x.path, len(whole), count))
+            stacked = whole.reshape(count, len(whole) // count, *whole.shape[1:])
+        elif isinstance(x, PerReplica):
+            stacked = self.on_device(x.stacked)
+            stacked = stacked[np.arange(count) % len(stacked)]
+        else:
+            return x
+        assert self._topology is not None, "a PerReplica, or a strategy, tells it"
+        return PerReplica(stacked, stand_in_for(self._topology, count))
+
+    def place(self, call: PyTree, count: int) -> Any:
+        """Returns the arguments with the arrays of objects where the step runs."""
+
+        def place(x: PyTree) -> Any:
+            if not isinstance(x, PerReplica):
+                return self.on_device(x)
+            stand_in = stand_in_for(x.topology, count)
+            if stand_in is x.topology:
+                return x
+            stacked = self.on_device(x.stacked)
+            return PerReplica(stacked[np.arange(count) % len(stacked)], stand_in)
+
+        return jax.tree.map(place, call, is_leaf=is_one_leaf)
+
+
+def _is_argument(value: object) -> bool:
+    return is_one_leaf(value) or is_stateful(value)
+
+
+def _are_equal(stacked: jax.Array) -> bool:
+    """Returns whether all rows are equal."""
+    data = jax.random.key_data(stacked) if jax_compat.is_key_dtype(stacked.dtype) else stacked
+    rows = np.asarray(data)
+    return bool((rows == rows[:1]).all())
+
+
+def _can_join(x: PyTree) -> bool:
+    """Returns whether the replicas' values of an argument may be rows of one batch."""
+    if not hasattr(x, "dtype"):
+        return False
+    is_raw_key = x.dtype == jnp.uint32 and tuple(x.shape) == (2,)
+    return len(x.shape) > 0 and not (jax_compat.is_key_dtype(x.dtype) or is_raw_key)
+
+
+def _uneven_text(path: str, rows: int, count: int) -> str:
+    return message(
+        f"dj.check needs a batch that {count} replicas can share",
+        got=f"{rows} rows in {path}",
+        why="the step is run on the same rows for one replica and for several",
+        fix=f"a batch of {count * (rows // count + 1)} rows",
+    )
+
+
+# -- runs -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a step is traced.
+
+    Attributes:
+      count: for how many replicas.
+      mates: the draws of the one replica, see `Recording`; None: this is its trace.
+      axes: of the draws, along which axis there is a number for each row.
+      order: in which order the rows are, of which each draws its own.
+      keeps: whether all values are kept.
+      constants: numbers in the code -> what stands for them.
+      edits: changes of values.
+    """
+
+    count: int = 1
+    mates: Mapping[Place, tuple[int, ...]] | None = None
+    axes: Mapping[Place, int] | None = None
+    order: Sequence[int] | None = None
+    keeps: bool = False
+    constants: Mapping[float, float] | None = None
+    edits: Edits | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A result of a run, or new state.
+
+    Attributes:
+      name: the user's name for it.
+      array: its value; [R, ...] if `varying`.
+      varying: whether it may differ between replicas.
+      before: the value that it updates; None: it is no state, as far as is known.
+      tags: why it may differ between R replicas and one.
+      node: what computes it; None: not known.
+    """
+
+    name: str
+    array: Any
+    varying: bool
+    before: Any = None
+    tags: Tags = NO_TAGS
+    node: Node | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What came out of a run.
+
+    Attributes:
+      values: results and new state, by what identifies them in every run.
+      result: the user's results.
+      recording: what its trace recorded.
+      num_replicas: for how many replicas it ran.
+    """
+
+    values: dict[Any, Value]
+    result: Any
+    recording: Recording
+    num_replicas: int
+
+
+class Trial:
+    """A step that can be run in several ways.
+
+    Args:
+      find_program: returns the program that compiles it, for such arguments.
+      arguments: its arguments.
+      stacks: whether it returns all results stacked, as `dj.pmap` does.
+      hear: told of each finding of a trace for several replicas.
+    """
+
+    def __init__(
+        self,
+        find_program: Callable[..., Program],
+        arguments: Arguments,
+        hear: Callable[[Any], None],
+        *,
+        stacks: bool = False,
+    ):
+        self.find_program, self.arguments, self.stacks = find_program, arguments, stacks
+        self.hear = hear
+        self._values: dict[Variable, Any] = {}
+
+    def run(self, options: Options) -> Run:
+        """Traces the step, evaluates it, and returns what came out."""
+        return TracedStep(self, options).run()
+
+    def value_of(self, variable: Variable, count: int) -> Any:
+        """Returns what the variable holds, for so many replicas."""
+        if variable not in self._values:
+            self._values[variable] = self.arguments.on_device(variable.stored.value())
+        value = self._values[variable]
+        if not is_per_component(variable) or len(value) == count:
+            return value
+        name, one = variable.aggregation.name, combined(variable, value)
+        if name == "SUM":
+            return jnp.concatenate([one, jnp.zeros((count - 1, *one.shape[1:]), one.dtype)])
+        return jnp.broadcast_to(one, (count, *one.shape[1:]))
+
+
+def is_per_component(variable: Variable) -> bool:
+    """Returns whether the variable has a component for each replica."""
+    return variable.policy.stacked and not variable.strategy.extended.is_default
+
+
+def combined(variable: Variable, components: jax.Array) -> jax.Array:
+    """Returns the one component [1, ...] that stands for those of all replicas."""
+    name = variable.aggregation.name
+    if name == "SUM":
+        return components.sum(0, keepdims=True, dtype=components.dtype)
+    if name == "MEAN":
+        return components.mean(0, keepdims=True, dtype=components.dtype)
+    return components[:1]
+
+
+class TracedStep:
+    """A step traced for a number of replicas, compiled, to be run with several batches."""
+
+    def __init__(self, trial: Trial, options: Options):
+        self._trial, self._options = trial, options
+        self._exchange = functools.partial(stand_in_for, count=options.count)
+        args, kwargs = self._given(None)
+        with exchanging_topologies(self._exchange):
+            program = trial.find_program(args, kwargs)
+        self._found, args, kwargs, self._changes = program.trace(
+            args,
+            kwargs,
+            lambda: exchanging_topologies(self._exchange),
+            functools.partial(trial.arguments.place, count=options.count),
+            self._emit,
+        )
+        found = self._found
+        found.move_constants(trial.arguments.on_device)
+        self._first = args, kwargs
+        self._program = program
+
+        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any]) -> Any:
+            pairs = dict(zip(found.reads, values, strict=True))
+            arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
+            return arrays, [new[v] for v in found.writes]
+
+        self._evaluate = jax.jit(evaluate)
+
+    def _given(self, change: Change | None) -> Any:
+        return self._trial.arguments.given(self._options.count, change)
+
+    def run(self, change: Change | None = None) -> Run:
+        """Evaluates the step; `change`: with other rows of the batch."""
+        trial, count, found = self._trial, self._options.count, self._found
+        args, kwargs = self._first
+        if change is not None:
+            args, kwargs = self._program.take_apart(
+                *self._given(change), functools.partial(trial.arguments.place, count=count)
+            )
+        stored = [trial.value_of(v, count) for v in found.reads]
+        with exchanging_topologies(self._exchange):
+            outs, new = self._evaluate(args, kwargs, stored)
+            result, _ = self._spec.unpack(outs)
+        values = self._results(outs)
+        for variable, array, (node, tags) in zip(found.writes, new, self._written, strict=True):
+            before = trial.value_of(variable, count)
+            if is_per_component(variable):
+                array, before = combined(variable, array)[0], combined(variable, before)[0]
+            name = f"variable {variable.name!r}"
+            values[variable] = Value(name, array, False, before, tags, node)
+        if self._changes is not None:
+            result = result[0].build()
+        return Run(values, result, self._recording, count)
+
+    def _emit(self, emit: Callable[..., Any], fn: Any, state: Any, args: Any, kwargs: Any) -> Any:
+        """Emits the step; returns its results, and the values that were kept."""
+        options = self._options
+        self._recording = recording = Recording(options)
+
+        def hear(finding: Any) -> bool:
+            if options.count > 1:
+                self._trial.hear(finding)
+            return True
+
+        own = self._trial.arguments.own_paths()
+        if self._changes_nothing(args, kwargs, own):
+            for x, is_own in zip(_leaves_of(args, kwargs), own, strict=True):
+                if is_own:
+                    recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
+        listening = hooks.listening(
+            (hooks.emitters, recording.make_emitter), (hooks.on_finding, hear), is_dry_run=True
+        )
+        with listening:
+            returned = emit(fn, state, args, kwargs)
+        leaves = PartitionedTree(returned, lambda x: is_array(x) or isinstance(x, AlreadyPlaced))
+        arrays = list(map(_array_of, leaves.leaves))
+        self._known = [(recording.node_at(x), recording.tags_of(x)) for x in arrays]
+        written = [state.read(v) for v in state.written]
+        self._written = [(recording.node_at(x), recording.tags_of(x)) for x in written]
+        return returned, tuple(x for x in recording.values if x is not None)
+
+    @staticmethod
+    def _changes_nothing(args: Any, kwargs: Any, own: Sequence[bool]) -> bool:
+        return any(own) and len(_leaves_of(args, kwargs)) == len(own)
+
+    def _results(self, outs: Sequence[Any]) -> dict[Any, Value]:
+        """Returns the results by path, and gives the nodes their values."""
+        recording, known = self._recording, self._known
+        kept = iter(outs[len(known) :])
+        for node, value in zip(recording.nodes, recording.values, strict=True):
+            node.value = None if value is None else next(kept)
+        found: dict[Any, Value] = {}
+        for (path, varying), array, (node, tags) in zip(
+            self._found.results, outs, known, strict=False
+        ):
+            path = path.removeprefix("[0]")
+            name, before = path, None
+            if self._changes is not None:
+                name = path.removeprefix("[0]")
+                if path in self._changes:
+                    name, before = self._changes[path]
+            if self._trial.stacks and not varying and before is None:
+                varying = True
+            found[path] = Value(name, array, varying, before, tags, node)
+        return found
+
+
+def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
+    return jax.tree.leaves((args, kwargs), is_leaf=_is_argument)
+
+
+def _array_of(value: PyTree) -> Any:
+    if isinstance(value, AlreadyPlaced):
+        return value.array
+    return value.stacked if isinstance(value, PerReplica) else value

@@ -20,7 +20,7 @@ from distjax._src import jax_compat
 from distjax._src.check.comparing import APART, Comparison, Difference
 from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node
-from distjax._src.check.report import describe, fix_text
+from distjax._src.check.report import describe, finding, fix_text
 from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
 from distjax._src.context import frames
 from distjax._src.context.reporting import STATE, Finding
@@ -204,7 +204,7 @@ class _Check:
             found = self._with_other_rows(several, alone)
         seen = {f.rule for f in found}
         heard = [f for f in self._heard if f.expected is None and f.rule not in seen]
-        if not (self._excuses or found):
+        if found or not self._excuses:
             heard = [f for f in heard if f.rule in UNSEEN]
         return [*found, *(f for f in heard if f.level != "note" or f.rule == STATE)]
 
@@ -232,23 +232,26 @@ class _Check:
         locator = Locator(several.recording.nodes, alone.recording.nodes, self._count)
         wrong = [d for d in different if not self._is_excused(d)]
         self._excuses |= len(wrong) < len(different)
-        import os
-        if os.environ.get("DBG"): print("DIFF", [(d.value.name, d.what, d.factor, d.value.tags) for d in different])
         wrong = self._not_by_order(wrong, several, alone, change)
-        if os.environ.get("DBG"): print("after order", [(d.value.name) for d in wrong])
         wrong = self._not_by_constants(wrong, several, change)
-        if os.environ.get("DBG"): print("after constants", [(d.value.name) for d in wrong])
-        groups: dict[Node | None, tuple[Break | None, list[Difference]]] = {}
+        groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
         for d in wrong:
             node = d.value.node
             breaks, is_rounding = ([], False) if node is None else locator.find(node)
             if is_rounding and not abs(d.factor - 1) > 0.05:
                 continue
             first = breaks[0] if breaks else None
-            groups.setdefault(first and first.node, (first, []))[1].append(d)
+            groups.setdefault(_origin_of(first, d), []).append((first, d))
         return [
-            describe_break(self._name, self._count, b, ds, self._find_fix(b, ds, several, change), change is not None)
-            for b, ds in groups.values()
+            finding(
+                self._name,
+                self._count,
+                [b for b, _ in group if b is not None],
+                [d for _, d in group],
+                self._find_fix(group, several, change),
+                change is not None,
+            )
+            for group in groups.values()
         ]
 
     @staticmethod
@@ -287,17 +290,15 @@ class _Check:
         return [d for d in wrong if d.key in left]
 
     def _find_fix(
-        self, where: Break | None, wrong: Sequence[Difference], several: Run, change: Any
+        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: Any
     ) -> str | None:
-        """Returns a fix with which nothing differs, among a few that are tried in the trace."""
-        keys = {d.key for d in wrong}
-        for node, edit in _candidates(where, wrong)[:_MOST_TRIED]:
-            try:
-                run = TracedStep(self._trial, self._options(keeps=True, edits={node.place: edit})).run(change)
-            except Exception:
-                continue
+        """Returns a fix with which nothing of this differs, among a few that are tried."""
+        keys = {d.key for _, d in group}
+        for nodes, edit in _candidates(group, several)[:_MOST_TRIED]:
+            edits = {node.place: edit for node in nodes}
+            run = TracedStep(self._trial, self._options(keeps=True, edits=edits)).run(change)
             if not keys.intersection(d.key for d in self._compare(run, self._plain(change))):
-                return fix_text(edit, node)
+                return fix_text(edit, nodes[0])
         return None
 
     def _plain(self, change: Any) -> Run:
@@ -306,26 +307,46 @@ class _Check:
         return TracedStep(self._trial, Options()).run(change)
 
 
-def _candidates(where: Break | None, wrong: Sequence[Difference]) -> list[tuple[Node, str]]:
-    """Returns changes that may mend a step, the likeliest first."""
-    tried: list[tuple[Node, str]] = []
-    made_by = where.made_by if where is not None else None
-    if where is not None and where.kind is not None and made_by is not None:
-        if made_by.is_reduction:
-            first = "divided" if where.kind.power > 0 else "multiplied"
-            tried += [(made_by, first), (made_by, "without")]
-        elif where.came_in is not None:
-            tried += [(where.came_in, "averaged"), (where.came_in, "summed")]
-    nodes = [d.value.node for d in wrong if d.value.node is not None]
-    start = [where.node] if where is not None else nodes
-    for node in reductions_before(start)[:2]:
-        tried += [(node, edit) for edit in ("divided", "multiplied", "without")]
+def _origin_of(where: Break | None, different: Difference) -> Any:
+    """Returns what values have in common that one mistake makes wrong."""
+    if where is None:
+        return different.what
+    made_by = where.made_by
+    if made_by is not None and made_by.is_reduction:
+        return made_by.line, made_by.name
+    return APART if different.what == APART else where.node.line
+
+
+def _candidates(
+    group: Sequence[tuple[Break | None, Difference]], several: Run
+) -> list[tuple[tuple[Node, ...], str]]:
+    """Returns changes that may mend a step, the likeliest first.
+
+    A change is of all values that one line computes: the leaves of a tree of gradients.
+    """
+    breaks = [b for b, _ in group if b is not None]
+    tried: list[tuple[tuple[Node, ...], str]] = []
+    made = [b for b in breaks if b.made_by is not None and b.made_by.is_reduction]
+    if made:
+        first = made[0]
+        power = 0 if first.kind is None else first.kind.power
+        nodes = _alike(first.made_by, several)
+        edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
+        tried += [(nodes, edit) for edit in edits]
+    came_in = tuple(b.came_in for b in breaks if b.came_in is not None and b not in made)
+    if came_in:
+        tried += [(came_in, "averaged"), (came_in, "summed")]
+    starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
+    for node in reductions_before(starts)[:2]:
+        nodes = _alike(node, several)
+        tried += [(nodes, edit) for edit in ("divided", "multiplied", "without")]
     return list(dict.fromkeys(tried))
 
 
-def describe_break(name, count, where, wrong, fix, redrawn):
-    from distjax._src.check.report import finding
-    return finding(name, count, where, wrong, fix, redrawn)
+def _alike(node: Node | None, several: Run) -> tuple[Node, ...]:
+    """Returns the values that the same line computes in the same way."""
+    nodes = several.recording.nodes
+    return tuple(n for n in nodes if node and (n.line, n.name) == (node.line, node.name))
 
 
 # -- other rows -----------------------------------------------------------------

@@ -9,6 +9,7 @@ where a result is equal, but R times too large, it is the reduction that made it
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ from distjax._src.check.replay import Node
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
 #: How much of the largest element is rounding.
 _TOLERANCE = 2e-3
+#: Of one operation of float32.
+_ROUNDING = 2e-7
+_SUMS = frozenset("add sub add_any reduce_sum psum cumsum scatter-add".split())
+_PRODUCTS = frozenset("mul dot_general conv_general_dilated".split())
+_CHANGES_NOTHING = frozenset(
+    "reshape transpose broadcast_in_dim squeeze neg convert_element_type copy select_n slice "
+    "concatenate expand_dims rev pad dynamic_slice gather merge".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Locator:
         self._count = num_replicas
         self._order = {node: i for i, node in enumerate(several)}
         self._kinds: dict[Node, tuple[Kind, ...] | None] = {}
+        self._noises: dict[Node, float] = {}
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * len(several) + 1000))
 
     def kinds(self, node: Node) -> tuple[Kind, ...] | None:
         """Returns what a value may be; () for none of the kinds, None where nothing is known."""
@@ -90,20 +101,49 @@ class Locator:
         if not np.issubdtype(ours.dtype, np.number):
             return None
         ours, theirs = ours.astype(float), theirs.astype(float)
+        floor = 8 * self.noise(node)
         found: list[Kind] = []
         if ours.shape[1:] == theirs.shape:
             rows = ours.reshape(self._count, -1)
-            if _close(rows, rows[:1]):
-                found += (Kind(EQUAL, p) for p in self._powers(ours[0], theirs))
-            found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs))
+            if _close(rows, rows[:1], floor):
+                found += (Kind(EQUAL, p) for p in self._powers(ours[0], theirs, floor))
+            found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs, floor))
         elif (axis := joined_axis(ours, theirs)) is not None:
             joined = np.concatenate(list(ours), axis)
-            found += (Kind(ROWS, p) for p in self._powers(joined, theirs))
+            found += (Kind(ROWS, p) for p in self._powers(joined, theirs, floor))
         return tuple(found)
 
-    def _powers(self, ours: np.ndarray, theirs: np.ndarray) -> Iterable[int]:
+    def noise(self, node: Node) -> float:
+        """Returns how large the rounding error of a value may be: what cancels leaves only that.
+
+        An estimate, for float32, that follows sums and products. (The gradient of a bias in front
+        of a batch norm is zero but for rounding, and Adam makes a step of it.)
+        """
+        if node not in self._noises:
+            self._noises[node] = self._find_noise(node)
+        return self._noises[node]
+
+    def _find_noise(self, node: Node) -> float:
+        size = _size_of(node)
+        operands = [(_size_of(x), self.noise(x) if x in self._order else 0.0) for x in node.inputs]
+        own = _ROUNDING * size
+        if not operands or node.value is None:
+            return own
+        if node.name in _SUMS:  # of terms that may cancel
+            terms = max(1.0, max(_elements(x) for x in node.inputs) / max(1, _elements(node)))
+            return own + sum(_ROUNDING * s + e for s, e in operands) * max(terms, 1.0) ** 0.5
+        if node.name in _PRODUCTS and len(operands) == 2:
+            (a, of_a), (b, of_b) = operands
+            contracted = (_elements(node.inputs[0]) * _elements(node.inputs[1])) ** 0.5
+            terms = max(1.0, contracted / max(1, _elements(node))) if node.name != "mul" else 1.0
+            return own + (_ROUNDING * a * b + of_a * b + of_b * a) * terms**0.5
+        if node.name in _CHANGES_NOTHING:
+            return max(own, *(e for _, e in operands))
+        return own + max(e / s * size if s else 0.0 for s, e in operands)
+
+    def _powers(self, ours: np.ndarray, theirs: np.ndarray, floor: float) -> Iterable[int]:
         for power in (0, 1, -1, 2, -2):
-            if _close(ours, theirs * float(self._count) ** power):
+            if _close(ours, theirs * float(self._count) ** power, floor):
                 yield power
 
     def find(self, node: Node) -> tuple[list[Break], bool]:
@@ -146,7 +186,7 @@ class Locator:
         suspects = []
         for x in node.inputs:
             kinds = self.kinds(x) or ()
-            if kinds and not any(k.is_right for k in kinds):
+            if kinds and not _may_be_right(kinds):
                 kind = kinds[0]
                 # A wrong size is worse than a share, which is worse than rows.
                 rank = (kind.power == 0 or kind.form != EQUAL, kind.form == ROWS)
@@ -160,11 +200,26 @@ class Locator:
         """Returns what made a value such: the reduction behind it, or the value itself."""
         wanted, at = set(kinds), node
         while not at.is_reduction:
-            before = [x for x in at.inputs if wanted.intersection(self.kinds(x) or ())]
+            known = [(x, self.kinds(x) or ()) for x in at.inputs]
+            before = [
+                x
+                for x, k in known
+                if not _may_be_right(k) and (wanted.intersection(k) or any(map(_is_off, k)))
+            ]
             if not before:
                 return node if at is node else at
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
+
+
+def _is_off(kind: Kind) -> bool:
+    """Returns whether a value is whole, but of the wrong size."""
+    return kind.form == EQUAL and kind.power != 0
+
+
+def _may_be_right(kinds: Sequence[Kind]) -> bool:
+    """Returns whether a value may be whole, and of the right size (as zero is)."""
+    return any(kind.is_right for kind in kinds)
 
 
 def reductions_before(nodes: Iterable[Node]) -> list[Node]:
@@ -181,10 +236,24 @@ def reductions_before(nodes: Iterable[Node]) -> list[Node]:
     return found
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    """Returns whether values are equal up to rounding."""
+def _size_of(node: Node) -> float:
+    """Returns the largest element of a value, without its sign."""
+    if node.value is None:
+        return 0.0
+    array = numbers(node.value)
+    if array.size == 0 or not np.issubdtype(array.dtype, np.inexact):
+        return 0.0
+    return float(np.nanmax(np.abs(array), initial=0))
+
+
+def _elements(node: Node) -> int:
+    return int(np.size(node.value)) if node.value is not None else 1
+
+
+def _close(a: np.ndarray, b: np.ndarray, floor: float) -> bool:
+    """Returns whether values are equal up to rounding; `floor` is that of values that cancel."""
     size = max(np.nanmax(np.abs(a), initial=0), np.nanmax(np.abs(b), initial=0))
     with np.errstate(invalid="ignore"):
-        near = np.abs(a - b) <= _TOLERANCE * size + 1e-12
+        near = np.abs(a - b) <= _TOLERANCE * size + floor + 1e-12
     same = (np.isnan(a) & np.isnan(b)) | (a == b)
     return bool((near | same).all())

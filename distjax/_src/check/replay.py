@@ -310,20 +310,21 @@ class _Evaluator(OneDevice):
     def _draw(self, eqn: JaxprEqn, keys: Any) -> Any:
         recording, own = self._recording, tuple(eqn.params["shape"])
         place = recording.place(eqn, anew=False)
-        mine = jax_compat.bind_equation(eqn, [keys])[0]
         if recording.mates is None:
             recording.draws[place] = own
+            mine = jax_compat.bind_equation(eqn, [keys])[0]
             return recording.in_order(place, mine, jnp.ndim(keys))
         axis = recording.grown_axis(place, own, self.num_replicas)
         if axis is None:
-            return mine
+            return jax_compat.bind_equation(eqn, [keys])[0]
         rows = lax.all_gather(jax.random.key_data(keys), self.axis_name)
         first = jax.random.wrap_key_data(rows[0], impl=jax.random.key_impl(keys))
         params = {**eqn.params, "shape": recording.mates[place]}
         whole = jax_compat.bind_equation(eqn, [first], params)[0]
-        start = lax.axis_index(self.axis_name) * own[axis]
-        part = lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
-        return jnp.where((rows == rows[:1]).all(), mine, part)
+        # With one key for all replicas all take the same part.
+        replica = jnp.where((rows == rows[:1]).all(), 0, lax.axis_index(self.axis_name))
+        start = replica * own[axis]
+        return lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
 
     # -- keeping ----------------------------------------------------------------
 

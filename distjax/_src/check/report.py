@@ -36,13 +36,13 @@ def fix_text(edit: str, node: Node) -> str:
 def finding(
     name: str,
     count: int,
-    where: Break | None,
+    breaks: Sequence[Break],
     wrong: Sequence[Difference],
     fix: str | None,
     is_redrawn: bool,
 ) -> Finding:
     """Returns the finding for values that differ, which one line makes wrong."""
-    line, lines = _line_of(where)
+    line, lines = _line_of(_clearest(breaks))
     names = ", ".join(_named(d) for d in wrong[:4]) + (
         f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     )
@@ -56,6 +56,15 @@ def finding(
         fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
     )
     return Finding("error", RULE, text, line)
+
+
+def _clearest(breaks: Sequence[Break]) -> Break | None:
+    """Returns the break to tell of: one whose line is known, and a reduction's, if there is one."""
+    rank = lambda b: (
+        b.made_by is None or not b.made_by.is_reduction or b.made_by.line == UNKNOWN,
+        b.node.line == UNKNOWN,
+    )
+    return min(breaks, key=rank, default=None)
 
 
 def _named(d: Difference) -> str:

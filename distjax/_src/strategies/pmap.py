@@ -462,6 +462,14 @@ class _Mapping:
         is_plain = lambda x: isinstance(x, Static)
         return tuple(a if is_plain(a) else expect(_REASON, differs=a) for a in args), kwargs
 
+    def per_replica(
+        self, args: tuple[Any, ...], kwargs: dict[str, PyTree], topology: Topology
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Returns the arguments with a PerReplica where rows are mapped; raises as `as_values`."""
+        treedef, leaves = self._leaves(args, kwargs)
+        values = [self._as_value(path, leaf, axis, topology) for path, leaf, axis in leaves]
+        return jax.tree_util.tree_unflatten(treedef, values)
+
     def _leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, PyTree]
     ) -> tuple[Any, list[tuple[str, Any, int | None]]]:

@@ -296,7 +296,7 @@ class _Check:
         keys = {d.key for _, d in group}
         for nodes, edit in _candidates(group, several)[:_MOST_TRIED]:
             edits = {node.place: edit for node in nodes}
-            run = TracedStep(self._trial, self._options(keeps=True, edits=edits)).run(change)
+            run = TracedStep(self._trial, self._options(edits=edits)).run(change)
             if not keys.intersection(d.key for d in self._compare(run, self._plain(change))):
                 return fix_text(edit, nodes[0])
         return None

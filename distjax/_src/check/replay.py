@@ -101,7 +101,8 @@ class Recording:
     """
 
     def __init__(self, options: TraceOptions):
-        self.mates, self.keeps = options.mates, options.keeps
+        self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
+        self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
         self._axes, self._order = options.axes or {}, options.order
         self.axes: dict[Place, int] = {}  # of draws, along which each replica takes its part
@@ -111,7 +112,7 @@ class Recording:
         self.used_constants: dict[str, float] = {}
         self.trace = jax_compat.current_trace()
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._places: dict[int, tuple[JaxprEqn, Place]] = {}
+        self._draw_places: dict[int, tuple[JaxprEqn, Place]] = {}
         self._node_of: dict[int, tuple[Any, Node]] = {}
         self._tags_of: dict[int, tuple[Any, Tags]] = {}
 
@@ -121,23 +122,29 @@ class Recording:
 
     # -- places -----------------------------------------------------------------
 
-    def place(self, eqn: JaxprEqn, outer: Sequence[JaxprEqn] = (), *, anew: bool = True) -> Place:
-        """Returns the place of an equation; `anew`: of this evaluation of it."""
-        if not anew and id(eqn) in self._places:
-            return self._places[id(eqn)][1]
-        key = user_lines.source_line(eqn, *reversed(outer)), eqn.primitive.name
-        place = (*key, self._counts[key])
+    def place(self, eqn: JaxprEqn, outer: Sequence[JaxprEqn] = ()) -> Place:
+        """Returns the place of one evaluation of an equation, inside of those that call it."""
+        return self._count((user_lines.source_line(eqn, *reversed(outer)), eqn.primitive.name))
+
+    def place_of_draw(self, eqn: JaxprEqn) -> Place:
+        """Returns the place of a draw: the same in all traces, whether values are kept or not."""
+        if id(eqn) not in self._draw_places:
+            place = self._count((user_lines.source_line(eqn), "draw"))
+            self._draw_places[id(eqn)] = eqn, place  # keeps it alive, so its id stays its own
+        return self._draw_places[id(eqn)][1]
+
+    def _count(self, key: tuple[str, str]) -> Place:
         self._counts[key] += 1
-        self._places[id(eqn)] = eqn, place
-        return place
+        return (*key, self._counts[key] - 1)
 
     # -- values -----------------------------------------------------------------
 
     def keep(self, node: Node, value: Any) -> None:
         """Keeps a value of the trace."""
-        is_key = jax_compat.is_key_dtype(jnp.result_type(value))
-        self.nodes.append(node)
-        self.values.append(None if is_key else value)
+        if self.returns:
+            self.nodes.append(node)
+            is_key = jax_compat.is_key_dtype(jnp.result_type(value))
+            self.values.append(None if is_key else value)
 
     def node_of(self, value: GlobalValue) -> Node:
         """Returns the node of a global value; one without inputs for what was not kept."""
@@ -229,11 +236,11 @@ class _RecordingEmitter(JaxprEmitter):
             outs = evaluator.follow(part, local, given, kept)
             nodes[:] = kept.nodes
             results[:] = [node for _, node in outs]
-            return [*(value for value, _ in outs), *kept.values]
+            return [*(value for value, _ in outs), *(kept.values if recording.returns else ())]
 
         results: list[Node] = []
         values = map_replicas(self.topology, run_keeping, arrays, varying, True)
-        for node, value in zip(nodes, values[len(flags) :], strict=True):
+        for node, value in zip(nodes, values[len(flags) :], strict=recording.returns):
             recording.keep(node, value)
         outs = [x if f else x[0] for x, f in zip(values, flags, strict=False)]
         tags = Dependence(self, recording).outputs(part, list(map(recording.tags_of, arrays)))
@@ -309,7 +316,7 @@ class _Evaluator(OneDevice):
 
     def _draw(self, eqn: JaxprEqn, keys: Any) -> Any:
         recording, own = self._recording, tuple(eqn.params["shape"])
-        place = recording.place(eqn, anew=False)
+        place = recording.place_of_draw(eqn)
         if recording.mates is None:
             recording.draws[place] = own
             mine = jax_compat.bind_equation(eqn, [keys])[0]
@@ -364,8 +371,7 @@ class _Evaluator(OneDevice):
         outer: Sequence[JaxprEqn],
     ) -> list[tuple[Any, Node]]:
         recording = self._recording
-        is_draw = eqn.primitive.name in DRAWS
-        place = recording.place(eqn, outer, anew=not is_draw)
+        place = recording.place(eqn, outer)
         outs = self._equation(eqn, values)
         inputs = tuple(n for n in nodes if n is not _CONSTANT)
         is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
@@ -420,7 +426,7 @@ class Dependence(Flow[Tags]):
         if name == "axis_index" and self._emitter.analysis.over_replicas(eqn):
             tags = NO_TAGS if OWN_INDEX in scopes else frozenset((OWN_NUMBER,))
         if name in DRAWS:
-            place = self._recording.place(eqn, anew=False)
+            place = self._recording.place_of_draw(eqn)
             count = self._emitter.topology.num_replicas
             is_same = self._recording.grown_axis(place, eqn.params["shape"], count) is not None
             tags = frozenset((OWN_DRAWS,)) if tags and not is_same else NO_TAGS

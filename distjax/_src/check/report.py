@@ -21,6 +21,9 @@ _MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
 
 
+_LEVELS = ("error", "warning", "note")
+
+
 def fix_text(edit: str, node: Node) -> str:
     """Returns a fix that was tried with success, in words."""
     line = node.line
@@ -56,6 +59,18 @@ def finding(
         fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
     )
     return Finding("error", RULE, text, line)
+
+
+def padding_finding(name: str, different: Sequence[Difference]) -> Finding:
+    """Returns the finding for a step in which padding counts."""
+    names = ", ".join(d.value.name or "the result" for d in different[:4])
+    text = message(
+        f"{name} needs to compute the same whatever stands in padded rows",
+        got=f"{names}, which changes with rows for which the mask of the batch is false",
+        why="they are copies of other rows, and would count twice",
+        fix="dj.losses.average_loss(losses, batch.mask); metric.update(losses, mask=batch.mask)",
+    )
+    return Finding("error", "padded examples counted", text, UNKNOWN)
 
 
 def _clearest(breaks: Sequence[Break]) -> Break | None:
@@ -107,6 +122,7 @@ def _kind_text(kind: Kind) -> str:
 
 def describe(name: str, found: Sequence[Finding]) -> str:
     """Returns the text of the error for findings."""
+    found = sorted(found, key=lambda f: _LEVELS.index(f.level))
     counts = Counter(f.level for f in found)
     text = message(
         f"{name} needs to be a step in which dj.check finds nothing",

@@ -8,8 +8,7 @@ running cannot see (a mask that nobody reads, a batch that is equal on all repli
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +18,9 @@ import numpy as np
 from distjax._src import jax_compat
 from distjax._src.check.comparing import APART, Comparison, Difference
 from distjax._src.check.locating import Break, Locator, reductions_before
-from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node
-from distjax._src.check.report import describe, finding, fix_text, padding_finding
+from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node, Tags
+from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
 from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
-from distjax._src.context import frames
 from distjax._src.context.reporting import STATE, Finding
 from distjax._src.context.scoping import require_strategy
 from distjax._src.diagnostics.explain_step import (
@@ -35,12 +33,10 @@ from distjax._src.diagnostics.explain_step import (
     with_object,
 )
 from distjax._src.lint.facts import EQUAL_BATCH
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import (
     function_name,
-    keep_marks,
     positional_names,
     require_callable,
 )
@@ -222,7 +218,7 @@ class _Check:
     ):
         self._fn, self._name = fn, function_name(fn)
         self._heard: dict[Finding, None] = {}
-        self._excuses = False  # something differs, and is meant to
+        self._excused: dict[str, Tags] = {}  # what differs, and is meant to, and why
         mapped = fn if isinstance(fn, MappedFunction) else None
         topology = None if strategy is None else strategy.extended.topology
         if mapped is not None:
@@ -267,17 +263,18 @@ class _Check:
             alone = TracedStep(self._trial, Options(answers=self._answers))
         self._traced_alone, self._alone = alone, alone.run()
         different = self._compare(self._several, self._alone)
-        found = []
-        if different:
-            found = self._explain(different)
-        if not different:
-            found = self._with_other_rows(several, alone)
+        found = self._explain(different) if different else []
+        found = found or self._with_other_rows(several, alone)
+        return [*found, *self._of_rules(is_found=bool(found))]
+
+    def _of_rules(self, *, is_found: bool) -> list[Finding]:
+        """Returns what the rules say of what running has not shown."""
         heard = [f for f in self._heard if f.expected is None]
-        if found or not self._excuses:
-            heard = [f for f in heard if f.rule in UNSEEN]
-        if found:  # which told of it already
-            heard = [f for f in heard if f.rule != STATE]
-        return [*found, *(f for f in heard if f.level != "note" or f.rule == STATE)]
+        heard = [f for f in heard if f.level != "note" or f.rule == STATE]
+        if is_found:  # which has told of state already
+            notes = [excuse_note(self._excused)] if self._excused else []
+            return [*(f for f in heard if f.rule in UNSEEN - {STATE}), *notes]
+        return heard if self._excused else [f for f in heard if f.rule in UNSEEN]
 
     def _trace_alone(self) -> TracedStep:
         """Traces the step for one replica; first with all the rows that there may be."""
@@ -324,8 +321,7 @@ class _Check:
         several = TracedStep(self._trial, self._options(keeps=True)).run(change)
         keys = {d.key for d in wrong}
         different = [d for d in self._compare(several, alone) if d.key in keys]
-        wrong = [d for d in different if not self._is_excused(d)]
-        self._excuses |= len(wrong) < len(different)
+        wrong = [d for d in different if not self._excuse(d)]
         wrong = self._not_by_constants(wrong, several, change)
         locator = Locator(several.recording.nodes, alone.recording.nodes, self._count)
         groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
@@ -351,12 +347,13 @@ class _Check:
             for group in groups.values()
         ]
 
-    @staticmethod
-    def _is_excused(different: Difference) -> bool:
+    def _excuse(self, different: Difference) -> bool:
         """Returns whether a value differs by what is each replica's own, and meant to be."""
         tags = different.value.tags
         if different.what == APART:  # state stays equal, whatever it is computed from
             tags -= {OWN_NUMBER, OWN_DRAWS}
+        if tags:
+            self._excused[different.value.name or "the result"] = tags
         return bool(tags)
 
     def _not_by_order(self, different: Sequence[Difference], change: Any) -> list[Difference]:

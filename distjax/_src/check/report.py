@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, ROWS, SHARE, Break, Kind
-from distjax._src.check.replay import Node
+from distjax._src.check.replay import Node, Tags
 from distjax._src.context.reporting import Finding
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
@@ -59,6 +58,14 @@ def finding(
         fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
     )
     return Finding("error", RULE, text, line)
+
+
+def excuse_note(excused: Mapping[str, Tags]) -> Finding:
+    """Returns a note on values that are not compared, and why."""
+    names = [f"{name} ({', '.join(sorted(tags))})" for name, tags in excused.items()]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    text = f"Not compared, since they depend on more than the batch: {', '.join(names[:4])}{more}"
+    return Finding("note", "values that are not compared", text, UNKNOWN)
 
 
 def padding_finding(name: str, different: Sequence[Difference]) -> Finding:

@@ -18,7 +18,7 @@ import numpy as np
 from distjax._src import jax_compat
 from distjax._src.check.comparing import APART, Comparison, Difference
 from distjax._src.check.locating import Break, Locator, reductions_before
-from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node, Tags
+from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
 from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
 from distjax._src.context.reporting import STATE, Finding
@@ -389,10 +389,17 @@ class _Check:
     ) -> str | None:
         """Returns a fix with which nothing of this differs, among a few that are tried."""
         keys = {d.key for _, d in group}
-        for nodes, edit, told in _candidates(group, several)[:_MOST_TRIED]:
-            edits = {node.place: edit for node in nodes}
-            run = TracedStep(self._trial, self._options(edits=edits)).run(change)
-            if not keys.intersection(d.key for d in self._compare(run, self._plain(change))):
+        tried = _candidates(group, several)[:_MOST_TRIED]
+        nodes = dict.fromkeys(node for nodes, _, _ in tried for node in nodes)
+        if not nodes:
+            return None
+        edits = {node.place: i for i, node in enumerate(nodes)}
+        unchanged = jnp.zeros(len(edits), jnp.int32)
+        traced = TracedStep(self._trial, self._options(edits=edits, modes=unchanged))
+        for own, edit, told in tried:
+            modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
+            different = self._compare(traced.run(change, modes), self._plain(change))
+            if not keys.intersection(d.key for d in different):
                 return fix_text(edit, told)
         return None
 

@@ -89,8 +89,10 @@ class Node:
         return self.place[0][1]
 
 
-#: A change of a value, tried to see whether a difference vanishes: "mean", "sum", "without".
-Edits = Mapping[tuple[Place, int], str]
+#: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
+#: it says how: the number of one of `EDITS`.
+Edits = Mapping[tuple[Place, int], int]
+EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
 
 
 class TraceOptions(Protocol):
@@ -109,6 +111,8 @@ class TraceOptions(Protocol):
     @property
     def edits(self) -> Edits | None: ...
     @property
+    def modes(self) -> Any: ...
+    @property
     def answers(self) -> Mapping[Place, Any] | None: ...
 
 
@@ -123,6 +127,7 @@ class Recording:
         self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
         self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
+        self.modes = options.modes
         self._axes, self._order = options.axes or {}, options.order
         #: What callbacks returned in the first run; None: this is it.
         self.given_answers = options.answers
@@ -288,10 +293,11 @@ class _RecordingEmitter(JaxprEmitter):
         if eqn.primitive.name in CALLS:
             return outs  # what is in it was kept
         for i, out in enumerate(outs):
-            edit, count = recording.edits.get((place, i)), self.topology.num_replicas
-            if edit in ("divided", "multiplied"):
-                scale = 1 / count if edit == "divided" else count
-                out = out._replace(array=(out.array * scale).astype(jnp.result_type(out.array)))
+            number, count = recording.edits.get((place, i)), self.topology.num_replicas
+            if number is not None:
+                x = out.array
+                of_mode = (x, x / count, x * count, x, x, x)
+                out = out._replace(array=_chosen(recording.modes[number], of_mode, x))
                 outs[i] = out
             node = Node((place, i), given, is_merge, out.varying)
             recording.keep(node, out.array)
@@ -506,19 +512,21 @@ class _Evaluator(OneDevice):
         return found
 
     def _edited(self, where: tuple[Place, int], out: Any, ins: Sequence[Any]) -> Any:
-        """Returns a value as the edit of it says."""
-        edit = self._recording.edits.get(where)
-        if edit is None:
+        """Returns a value as its edit says."""
+        number = self._recording.edits.get(where)
+        if number is None:
             return out
-        dtype, count = jnp.result_type(out), self.num_replicas
-        if edit == "divided":
-            return (out / count).astype(dtype)
-        if edit == "multiplied":
-            return (out * count).astype(dtype)
-        if edit == "without":
-            return jnp.asarray(ins[where[1]], dtype)
-        total = lax.psum(out, self.axis_name)
-        return (total if edit == "summed" else total / count).astype(dtype)
+        count, total = self.num_replicas, lax.psum(out, self.axis_name)
+        operand = ins[where[1]] if where[1] < len(ins) else out
+        operand = operand if jnp.shape(operand) == jnp.shape(out) else out
+        of_mode = (out, out / count, out * count, operand, total / count, total)
+        return _chosen(self._recording.modes[number], of_mode, out)
+
+
+def _chosen(mode: Any, of_mode: Sequence[Any], like: Any) -> Any:
+    """Returns the value for a mode: one of `EDITS`, by number."""
+    dtype = jnp.result_type(like)
+    return lax.select_n(mode, *(jnp.asarray(x, dtype) for x in of_mode))
 
 
 _CONSTANT = Node((("", "", 0), 0), ())

@@ -235,7 +235,8 @@ class Options:
       order: in which order the rows are, of which each draws its own.
       keeps: whether all values are kept.
       constants: numbers in the code -> what stands for them.
-      edits: changes of values.
+      edits: values that can be changed, and where in `modes` it says how.
+      modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
       answers: what callbacks returned in the first run; None: this is it.
     """
 
@@ -246,6 +247,7 @@ class Options:
     keeps: bool = False
     constants: Mapping[float, float] | None = None
     edits: Edits | None = None
+    modes: jax.Array | None = None
     answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
 
@@ -359,11 +361,14 @@ class TracedStep:
             self._emit,
         )
         found = self._found
-        found.move_constants(trial.arguments.on_device)
+        own = enumerate(found.constants)
+        self._modes_at = [i for i, x in own if x is options.modes and x is not None]
+        self._constants = list(map(trial.arguments.on_device, found.constants))
         self._first = args, kwargs
         self._program = program
 
-        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any]) -> Any:
+        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: Any) -> Any:
+            found.constants = constants
             pairs = dict(zip(found.reads, values, strict=True))
             arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
             return arrays, [new[v] for v in found.writes]
@@ -378,8 +383,8 @@ class TracedStep:
     def _given(self, change: Change | None) -> Any:
         return self._trial.arguments.given(self._options.count, change)
 
-    def run(self, change: Change | None = None) -> Run:
-        """Evaluates the step; `change`: with other rows of the batch."""
+    def run(self, change: Change | None = None, modes: Sequence[int] = ()) -> Run:
+        """Evaluates the step; with other rows of the batch, or other `Options.modes`."""
         trial, count, found = self._trial, self._options.count, self._found
         args, kwargs = self._first
         if change is not None:
@@ -388,7 +393,10 @@ class TracedStep:
             )
         stored = [trial.value_of(v, count) for v in found.reads]
         with exchanging_topologies(self._exchange):
-            outs, new = self._evaluate(args, kwargs, stored)
+            constants = list(self._constants)
+            for i in self._modes_at if modes else ():
+                constants[i] = trial.arguments.on_device(jnp.array(modes, jnp.int32))
+            outs, new = self._evaluate(args, kwargs, stored, constants)
             result, _, told = self._spec.unpack(outs)
         values = self._results(outs)
         for variable, array, (node, tags) in zip(found.writes, new, self._written, strict=True):

@@ -164,6 +164,8 @@ class Locator:
                 wrong = [k for k in kinds if not k.is_right]
                 if len(wrong) == len(kinds):
                     found[made_by] = Break(made_by, node, kinds[0], made_by)
+                else:
+                    is_rounded = True
                 continue
             broken = [x for x in node.inputs if self.kinds(x) == ()]
             if kinds is None:  # a key, or what one replica does not compute

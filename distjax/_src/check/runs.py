@@ -378,6 +378,18 @@ class TracedStep:
 
         self._evaluate = jax.jit(evaluate, compiler_options=_QUICKLY)
 
+    @functools.cached_property
+    def eps(self) -> float:
+        """The rounding of the least precise numbers that it computes with."""
+        kinds = {
+            v.aval.dtype
+            for e in self._found.equations
+            for v in e.outvars
+            if hasattr(v.aval, "dtype")
+        }
+        floats = [k for k in kinds if jnp.issubdtype(k, jnp.inexact)]
+        return max((float(jnp.finfo(k).eps) for k in floats), default=0.0)
+
     @property
     def recording(self) -> Recording:
         """What the trace recorded."""
@@ -451,6 +463,9 @@ class TracedStep:
         kept = iter(outs[len(known) :])
         for node, value in zip(recording.nodes, recording.values, strict=True):
             node.value = None if value is None else next(kept)
+            if node.index is not None and node.index.value is not None and node.inputs:
+                taken = int(np.clip(np.ravel(node.index.value)[0], 0, len(node.inputs) - 1))
+                node.inputs, node.index = (node.index, node.inputs[taken]), None
         found: dict[Any, Value] = {}
         for (path, varying), array, (node, tags) in zip(
             self._found.results, outs, known, strict=False

@@ -182,12 +182,12 @@ def distance(program, num_replicas):
         rows = as_rows(a)
         b, before = as_rows(b)[0], np.asarray(before)
         change = max(np.abs(rows - before).max(), np.abs(b - before).max())
-        found.append(np.abs(rows - b).max() / change if change else 0)
+        found.append(np.abs(rows - b).max() / change if change else 0.0)
     for a, b in zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (out, out_one)), strict=True):
         rows, b = as_rows(a), as_rows(b)[0]
         wholes = [rows.mean(0), rows.sum(0)] if is_leaf(a) else [rows[0]]
         found.append(min(np.abs(w - b).max() / max(np.abs(w).max(), np.abs(b).max()) for w in wholes))
-    return max(found)
+    return max(x if np.isfinite(x) else np.inf for x in found)
 
 
 def as_rows(value):

@@ -36,7 +36,7 @@ def summed_loss(params, x, y):
 
 def descend(params, grads):
     """Returns the weights after a step."""
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  # descends
 
 
 def batch_of(strategy, *arrays):

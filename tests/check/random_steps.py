@@ -169,7 +169,8 @@ class Program:
 def distance(program, num_replicas):
     """Returns how far a plain run of R replicas is from one of one replica; 0: they agree.
 
-    State counts by how much it changes. A result per replica may be averaged or summed afterwards.
+    State counts by how much it changes, and must not come back with a value for each replica. A
+    result per replica may be averaged or summed afterwards.
     """
     (new, out), (new_one, out_one) = (
         program.outcome(dj.VirtualStrategy(n)) for n in (num_replicas, 1)
@@ -180,15 +181,21 @@ def distance(program, num_replicas):
     triples = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (new, new_one, old)), strict=True)
     for a, b, before in triples:
         rows = as_rows(a)
+        if is_leaf(a):
+            return np.inf
         b, before = as_rows(b)[0], np.asarray(before)
         change = max(np.abs(rows - before).max(), np.abs(b - before).max())
         found.append(np.abs(rows - b).max() / change if change else 0.0)
     for a, b in zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (out, out_one)), strict=True):
         rows, b = as_rows(a), as_rows(b)[0]
         wholes = [rows.mean(0), rows.sum(0)] if is_leaf(a) else [rows[0]]
-        found.append(min(np.abs(w - b).max() / max(np.abs(w).max(), np.abs(b).max()) for w in wholes))
+        found.append(
+            min(np.abs(w - b).max() / max(np.abs(w).max(), np.abs(b).max()) for w in wholes)
+        )
     return max(x if np.isfinite(x) else np.inf for x in found)
 
 
 def as_rows(value):
-    return np.asarray(value.stacked) if isinstance(value, dj.PerReplica) else np.asarray(value)[None]
+    return (
+        np.asarray(value.stacked) if isinstance(value, dj.PerReplica) else np.asarray(value)[None]
+    )

@@ -166,9 +166,7 @@ def test_merge_call(strategy, op, right):
     assert outcome(step, *batch_of(strategy), strategy=strategy) == right
 
 
-@pytest.mark.parametrize(
-    ("op", "right"), [("sum", True), ("mean", False)], ids=["right", "wrong"]
-)
+@pytest.mark.parametrize(("op", "right"), [("sum", True), ("mean", False)], ids=["right", "wrong"])
 def test_a_counter_read_as_the_sum_of_components(strategy, op, right):
     on_read = dj.VariableSynchronization.ON_READ
     with strategy.scope():
@@ -212,8 +210,9 @@ def test_a_step_of_steps_on_an_iterator(strategy):
 
 @both
 def test_a_train_state(strategy, op, right):
-    linen, train_state = pytest.importorskip("flax.linen"), pytest.importorskip(
-        "flax.training.train_state"
+    linen, train_state = (
+        pytest.importorskip("flax.linen"),
+        pytest.importorskip("flax.training.train_state"),
     )
     net = linen.Dense(1)
     state = train_state.TrainState.create(

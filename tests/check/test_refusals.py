@@ -1,0 +1,260 @@
+"""What dj.check refuses, and its options."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import distjax as dj
+from distjax.errors import CheckError, ContextError, UnsupportedError
+from tests.check.problem import (
+    R,
+    X,
+    Y,
+    batch_of,
+    descend,
+    finding_of,
+    findings_of,
+    is_right,
+    loss_of,
+    params,
+)
+
+AXIS = "replica"
+
+
+@pytest.fixture
+def strategy():
+    return dj.VirtualStrategy(R)
+
+
+def right(params, x, y):
+    return descend(params, lax.pmean(jax.grad(loss_of)(params, x, y), AXIS))
+
+
+def wrong(params, x, y):
+    return descend(params, lax.psum(jax.grad(loss_of)(params, x, y), AXIS))
+
+
+# -- what is refused --------------------------------------------------------------
+
+
+def test_a_struct_has_no_values(strategy):
+    struct = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    with pytest.raises(UnsupportedError) as caught:
+        dj.check(lambda x: x.mean(), struct, strategy=strategy)
+    assert str(caught.value).splitlines() == [
+        "dj.check needs arrays with values.",
+        "  Got: a jax.ShapeDtypeStruct among the arguments.",
+        "  Why: it runs the step, for R replicas and for one.",
+        "  Fix: dj.check(step, *args, strategy=strategy, rules_only=True); or an array of zeros",
+    ]
+    assert dj.check(lambda x: x.mean(), struct, strategy=strategy, rules_only=True) is None
+
+
+def test_rows_that_the_replicas_cannot_share(strategy):
+    with pytest.raises(UnsupportedError) as caught:
+        dj.check(right, params(), X[:7], Y[:7], strategy=strategy, batch_argnums=(1, 2))
+    assert str(caught.value).splitlines() == [
+        "dj.check needs a batch that 4 replicas can share.",
+        "  Got: 7 rows in x.",
+        "  Why: the step is run on the same rows for one replica and for several.",
+        "  Fix: a batch of 8 rows",
+    ]
+
+
+@pytest.mark.xfail(strict=True, reason="the tracers are looked at first")
+def test_it_is_called_outside_of_traces(strategy):
+    batch = batch_of(strategy)
+    wants = "^dj.check needs to be called outside of run, dj.jit and other traces"
+    with pytest.raises(ContextError, match=wants):
+        dj.jit(lambda *batch: dj.check(right, params(), *batch, strategy=strategy))(*batch)
+    with pytest.raises(ContextError, match=wants):
+        strategy.run(lambda *batch: dj.check(right, params(), *batch), args=batch)
+    with pytest.raises(ContextError, match=wants):
+        jax.jit(lambda x: dj.check(lambda x: x.mean(), x, strategy=strategy))(X)
+
+
+def test_a_step_that_makes_variables(strategy):
+    made = []
+
+    def step(x, y):
+        if not made:
+            made.append(dj.Variable(0.0))
+        return lax.pmean(x.mean(), AXIS) + made[0].value
+
+    batch = batch_of(strategy)
+    with pytest.raises(ContextError, match="needs a function whose variables exist"):
+        dj.check(step, *batch, strategy=strategy)
+    assert not made
+    strategy.run(step, args=batch)
+    assert is_right(step, *batch, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_argnums": "x"},
+        {"batch_argnums": 1.5},
+        {"batch_argnums": True},
+        {"batch_argnums": (1, "y")},
+        {"batch_argnums": 3},
+        {"batch_argnums": -1},
+        {"tolerance": "small"},
+        {"tolerance": -1e-3},
+        {"tolerance": float("nan")},
+    ],
+    ids=str,
+)
+@pytest.mark.xfail(strict=True, reason="the options are not looked at")
+def test_options_of_a_wrong_type(strategy, options):
+    [name] = options
+    with pytest.raises((TypeError, ValueError), match=f"^[^\n]*{name}[^\n]*\n  Got: ") as caught:
+        dj.check(right, params(), *batch_of(strategy), strategy=strategy, **options)
+    assert "  Fix: " in str(caught.value)
+
+
+def test_what_is_no_function(strategy):
+    with pytest.raises(TypeError, match="^check needs a function"):
+        dj.check(3, X, strategy=strategy)
+
+
+def test_an_array_of_several_processes(strategy):
+    """No array of one process is so: a stand-in for one."""
+    array = mock.Mock(spec=jax.Array, dtype=jnp.dtype("float32"), shape=(8, 3), ndim=2)
+    array.is_fully_addressable = False
+    with pytest.raises(UnsupportedError) as caught:
+        dj.check(lambda x: x.mean(), array, strategy=strategy)
+    assert str(caught.value).splitlines() == [
+        "dj.check needs arrays of this process.",
+        "  Got: an array on devices of several processes.",
+        "  Why: the step is run on one device, for R replicas and for one.",
+        "  Fix: dj.check(step, *args, strategy=strategy, rules_only=True); or the step in one "
+        "process",
+    ]
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="the step's own error is not explained")
+def test_a_shape_that_is_written_into_the_step(strategy):
+    step = lambda x, y: x.reshape(2, 3).mean()
+    with pytest.raises(UnsupportedError, match="rules_only=True"):
+        dj.check(step, *batch_of(strategy), strategy=strategy)
+
+
+def test_an_error_of_the_step_comes_out_as_it_is(strategy):
+    def step(x, y):
+        raise ZeroDivisionError("of the step")
+
+    with pytest.raises(ZeroDivisionError, match="of the step"):
+        dj.check(step, *batch_of(strategy), strategy=strategy)
+
+
+def test_a_strategy_that_traces_nothing():
+    with pytest.raises(UnsupportedError, match="^dj.check needs a strategy that compiles its st"):
+        dj.check(lambda x: x, X, strategy=dj.testing.ReferenceStrategy(2))
+
+
+# -- the batch ------------------------------------------------------------------------
+
+
+def test_rows_that_are_given_by_number(strategy):
+    """As global arrays, of which each replica gets its part, or as parts of the replicas."""
+    parts = strategy.per_replica(X.reshape(R, -1, 3)), strategy.per_replica(Y.reshape(R, -1))
+    for rows in ((X, Y), parts):
+        assert is_right(right, params(), *rows, strategy=strategy, batch_argnums=(1, 2))
+        found = finding_of(wrong, params(), *rows, strategy=strategy, batch_argnums=(1, 2))
+        assert "by the factor 4" in found.text
+
+
+def test_one_number(strategy):
+    step = lambda x: lax.psum(x.mean(), AXIS)
+    assert is_right(lambda x: lax.pmean(x.mean(), AXIS), X, strategy=strategy, batch_argnums=0)
+    assert finding_of(step, X, strategy=strategy, batch_argnums=0)
+
+
+def test_without_numbers_all_values_per_replica_are_rows(strategy):
+    parts = strategy.per_replica(X.reshape(R, -1, 3)), strategy.per_replica(Y.reshape(R, -1))
+    assert is_right(right, params(), *parts, strategy=strategy)
+    assert finding_of(wrong, params(), *parts, strategy=strategy)
+
+
+def test_beside_a_batch_other_values_per_replica_are_each_replica_s_own(strategy):
+    """What depends on them is not compared."""
+    own = strategy.per_replica(jnp.arange(1.0, R + 1))
+    step = lambda params, own, x, y: (right(params, x, y), own * x.mean())
+    assert is_right(step, params(), own, *batch_of(strategy), strategy=strategy)
+    step = lambda params, own, x, y: (wrong(params, x, y), own * x.mean())
+    assert finding_of(step, params(), own, *batch_of(strategy), strategy=strategy)
+
+
+def test_rows_in_a_tree(strategy):
+    batch = next(iter(strategy.distribute_dataset([{"x": X, "more": (Y, None)}])))
+    step = lambda params, batch: wrong(params, batch["x"], batch["more"][0])
+    assert finding_of(step, params(), batch, strategy=strategy)
+
+
+def test_a_step_without_a_batch(strategy):
+    assert is_right(lambda p: descend(p, p), params(), strategy=strategy)
+
+
+# -- the rules alone -------------------------------------------------------------------
+
+
+def test_rules_only_runs_nothing(strategy):
+    calls = []
+
+    def step(params, x, y):
+        jax.debug.callback(lambda: calls.append(None))
+        return wrong(params, x, y)
+
+    [finding] = findings_of(step, params(), *batch_of(strategy), strategy=strategy, rules_only=True)
+    assert (finding.rule, finding.level) == ("a sum of local means", "warning")
+    assert not calls
+
+
+def test_rules_only_does_not_see_what_only_running_shows(strategy):
+    """The square of a local mean, added into state."""
+
+    def step(total, x, y):
+        return total + lax.pmean(jnp.sin(x.mean()), AXIS)
+
+    args = jnp.float32(0), *batch_of(strategy)
+    assert is_right(step, *args, strategy=strategy, rules_only=True)
+    assert finding_of(step, *args, strategy=strategy)
+
+
+# -- how much is rounding ---------------------------------------------------------------
+
+
+def slightly_wrong(params, x, y):
+    """Half a percent of the change is not that of one replica."""
+    grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+    count = lax.psum(jnp.float32(1), AXIS)
+    return descend(params, jax.tree.map(lambda g: g * (1 + 0.002 * count), grads))
+
+
+def test_a_tolerance_of_one_s_own(strategy):
+    args = params(), *batch_of(strategy)
+    assert findings_of(slightly_wrong, *args, strategy=strategy)
+    assert is_right(slightly_wrong, *args, strategy=strategy, tolerance=0.02)
+    assert findings_of(wrong, *args, strategy=strategy, tolerance=0.02)
+
+
+def test_state_counts_by_its_change(strategy):
+    """A rate of 1e-6 moves weights by less than their rounding would matter elsewhere."""
+
+    def step(params, x, y):
+        grads = lax.psum(jax.grad(loss_of)(params, x, y), AXIS)
+        return jax.tree.map(lambda p, g: p - 1e-5 * g, params, grads)
+
+    assert findings_of(step, params(), *batch_of(strategy), strategy=strategy)
+
+
+def test_findings_are_in_the_error(strategy):
+    with pytest.raises(CheckError) as caught:
+        dj.check(wrong, params(), *batch_of(strategy), strategy=strategy)
+    [finding] = caught.value.findings
+    assert finding.level == "error" and finding.expected is None
+    assert finding.text.splitlines()[0] in str(caught.value)

@@ -1,4 +1,4 @@
-"""Loops, branches, random numbers and masks: what is right stays unmentioned, what is wrong is found."""
+"""Loops, branches, random numbers and masks: right steps pass, and wrong ones are found."""
 
 import jax
 import jax.numpy as jnp

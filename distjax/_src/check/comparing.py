@@ -47,18 +47,21 @@ class Comparison:
     """Compares runs of one step.
 
     Args:
-      args: the step's positional arguments.
+      args: the step's arguments, in order.
+      stacks: whether results are stacked, as those of `dj.pmap` are.
       tolerance: how much of a change of state, or of a result, is rounding; None: see above.
     """
 
-    def __init__(self, args: Sequence[PyTree], tolerance: float | None):
-        self._args, self._tolerance = args, tolerance
+    def __init__(self, args: Sequence[PyTree], tolerance: float | None, *, stacks: bool = False):
+        self._args, self._tolerance, self._stacks = args, tolerance, stacks
 
     def differences(self, several: Run, alone: Run) -> list[Difference]:
         """Returns what differs."""
-        before = state_before(self._args, several.result)
+        before, expected = state_before(self._args, several.result)
         found = []
         for key, value in several.values.items():
+            if key in expected:
+                value.tags |= {"dj.expect"}
             if value.before is None and key in before:
                 value.before = before[key]
             found += self._compare(key, value, alone.values.get(key))
@@ -70,8 +73,11 @@ class Comparison:
             return
         ours, theirs = numbers(value.array), numbers(other.array)
         theirs = theirs[0] if other.varying else theirs
+        varying = value.varying
+        if self._stacks and not varying and ours.ndim and theirs.shape[:1] == (1,):
+            varying, theirs = True, theirs[0]
         before = None if value.before is None else numbers(value.before)
-        if not value.varying:
+        if not varying:
             factor = self.factor(ours, theirs, before)
             if factor is not None:
                 yield Difference(key, value, "differs", factor)
@@ -95,7 +101,8 @@ class Comparison:
                 wholes.append(ours.max(0))
             factors = [self.factor(whole, theirs, None) for whole in wholes]
             if None not in factors:
-                yield Difference(key, value, "has another mean and another sum", factors[0])
+                what = "differs" if len(wholes) > 2 else "has another mean and another sum"
+                yield Difference(key, value, what, factors[0])
             return
         axis = joined_axis(ours, theirs)
         if axis is None:
@@ -167,10 +174,11 @@ def _rms(x: np.ndarray) -> float:
 # -- results that are new state ---------------------------------------------------
 
 
-def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
+def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any], set[str]]:
     """Returns the former values of results that are arguments, updated, by path.
 
-    An argument comes back if the result, or a part of it, has its structure and shapes.
+    An argument comes back if the result, or a part of it, has its structure and shapes. And the
+    paths of those that `dj.expect` allows to come back different.
     """
     parts = [("", result)]
     if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
@@ -179,7 +187,9 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
         parts += [(f"[{key!r}]", part) for key, part in result.items()]
     found: dict[str, Any] = {}
     taken: set[str] = set()
-    (*given,), _ = without_expectations(tuple(args), {})
+    meant: dict[int, tuple[Any, str]] = {}
+    (*given,), _ = without_expectations(tuple(args), {}, meant)
+    expected: set[str] = set()
     for arg in given:
         leaves, treedef = jax.tree.flatten(arg, is_leaf=is_per_replica)
         if not leaves or all(isinstance(x, PerReplica) for x in leaves):
@@ -193,10 +203,12 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
                 continue
             taken.add(prefix)
             for (path, _), before in zip(pairs, leaves, strict=True):
+                if id(before) in meant:
+                    expected.add(prefix + jax.tree_util.keystr(path))
                 if hasattr(before, "dtype") and not isinstance(before, PerReplica):
                     found[prefix + jax.tree_util.keystr(path)] = before
             break
-    return found
+    return found, expected
 
 
 def _shape(x: Any) -> tuple[int, ...]:

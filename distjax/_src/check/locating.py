@@ -180,6 +180,8 @@ class Locator:
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
         kinds = [self.kinds(x) for x in node.inputs]
+        if node.name == "scan":  # only its first turn is known
+            return False
         return bool(kinds) and all(k is not None and any(x.is_right for x in k) for k in kinds)
 
     def _break_at(self, node: Node) -> Break:
@@ -200,6 +202,8 @@ class Locator:
         """Returns what made a value such: the reduction behind it, or the value itself."""
         wanted, at = set(kinds), node
         while not at.is_reduction:
+            if (mean := next((x for x in at.inputs if _is_total_of(x, at)), None)) is not None:
+                return mean
             known = [(x, self.kinds(x) or ()) for x in at.inputs]
             before = [
                 x
@@ -210,6 +214,11 @@ class Locator:
                 return node if at is node else at
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
+
+
+def _is_total_of(reduction: Node, node: Node) -> bool:
+    """Returns whether a value is a mean over the replicas, of which this is the sum."""
+    return reduction.is_reduction and reduction.line == node.line and node.name in ("div", "mul")
 
 
 def _is_off(kind: Kind) -> bool:

@@ -27,11 +27,17 @@ from distjax._src.context.expectation import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, Flow
 from distjax._src.placement.topology import Topology
+from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter, OneDevice
 from distjax._src.replica.global_value import GlobalValue
+from distjax.errors import UnsupportedError, message
 
 #: Primitives that draw as many numbers, or keys, as their parameter `shape` says.
 DRAWS = frozenset(("random_bits", "random_split"))
+#: Primitives that call the host.
+CALLBACKS = frozenset("debug_callback debug_print io_callback pure_callback".split())
+#: The longest loop whose values are kept.
+_LONGEST = 64
 #: Primitives whose result is their operand, elsewhere or in another form.
 _UNCHANGED = frozenset(("sharding_constraint", "convert_element_type", "squeeze", "copy"))
 #: The user's line, the primitive, and which one of these it is.
@@ -62,6 +68,17 @@ class Node:
     value: Any = None
 
     @property
+    def is_merge(self) -> bool:
+        """Whether it is what a merge returned."""
+        return self.is_reduction and self.name == MERGE_NAME
+
+    @property
+    def is_part(self) -> bool:
+        """Whether each replica has a number of its own, as of a gradient."""
+        dtype = getattr(self.value, "dtype", None)
+        return self.varying and dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+    @property
     def line(self) -> str:
         """The user's line."""
         return self.place[0][0]
@@ -72,8 +89,10 @@ class Node:
         return self.place[0][1]
 
 
-#: A change of a value, tried to see whether a difference vanishes: "mean", "sum", "without".
-Edits = Mapping[tuple[Place, int], str]
+#: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
+#: it says how: the number of one of `EDITS`.
+Edits = Mapping[tuple[Place, int], int]
+EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
 
 
 class TraceOptions(Protocol):
@@ -91,6 +110,10 @@ class TraceOptions(Protocol):
     def constants(self) -> Mapping[float, float] | None: ...
     @property
     def edits(self) -> Edits | None: ...
+    @property
+    def modes(self) -> Any: ...
+    @property
+    def answers(self) -> Mapping[Place, Any] | None: ...
 
 
 class Recording:
@@ -104,7 +127,11 @@ class Recording:
         self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
         self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
+        self.modes = options.modes
         self._axes, self._order = options.axes or {}, options.order
+        #: What callbacks returned in the first run; None: this is it.
+        self.given_answers = options.answers
+        self.answers: dict[Place, Any] = {}  # in the trace
         self.axes: dict[Place, int] = {}  # of draws, along which each replica takes its part
         self.draws: dict[Place, tuple[int, ...]] = {}
         self.nodes: list[Node] = []
@@ -127,9 +154,9 @@ class Recording:
         return self._count((user_lines.source_line(eqn, *reversed(outer)), eqn.primitive.name))
 
     def place_of_draw(self, eqn: JaxprEqn) -> Place:
-        """Returns the place of a draw: the same in all traces, whether values are kept or not."""
+        """Returns the place of a draw, or callback: the same whether values are kept or not."""
         if id(eqn) not in self._draw_places:
-            place = self._count((user_lines.source_line(eqn), "draw"))
+            place = self._count((user_lines.source_line(eqn), f"{eqn.primitive.name} drawn"))
             self._draw_places[id(eqn)] = eqn, place  # keeps it alive, so its id stays its own
         return self._draw_places[id(eqn)][1]
 
@@ -225,7 +252,8 @@ class _RecordingEmitter(JaxprEmitter):
         recording, arrays = self._recording, [x.array for x in ins]
         varying = [x.varying for x in ins]
         evaluator = _Evaluator(self, recording)
-        if not recording.keeps or jax_compat.current_trace() is not recording.trace:
+        follows = recording.keeps or _answers(part)
+        if not follows or jax_compat.current_trace() is not recording.trace:
             run = lambda *local: evaluator.evaluate(part, (), local)
             return map_replicas(self.topology, run, arrays, varying, flags)
         given = list(map(recording.node_of, ins))
@@ -234,13 +262,19 @@ class _RecordingEmitter(JaxprEmitter):
         def run_keeping(*local: jax.Array) -> list[Any]:
             kept = _Kept()
             outs = evaluator.follow(part, local, given, kept)
-            nodes[:] = kept.nodes
+            nodes[:] = kept.nodes if recording.returns else []
             results[:] = [node for _, node in outs]
-            return [*(value for value, _ in outs), *(kept.values if recording.returns else ())]
+            answered[:] = kept.answers
+            told = [value for _, values in kept.answers for value in values]
+            return [*(v for v, _ in outs), *told, *(kept.values if recording.returns else ())]
 
         results: list[Node] = []
+        answered: list[tuple[Place, Any]] = []
         values = map_replicas(self.topology, run_keeping, arrays, varying, True)
-        for node, value in zip(nodes, values[len(flags) :], strict=recording.returns):
+        more = iter(values[len(flags) :])
+        for place, told in answered:
+            recording.answers[place] = [next(more) for _ in told]
+        for node, value in zip(nodes, more, strict=True):
             recording.keep(node, value)
         outs = [x if f else x[0] for x, f in zip(values, flags, strict=False)]
         tags = Dependence(self, recording).outputs(part, list(map(recording.tags_of, arrays)))
@@ -259,10 +293,11 @@ class _RecordingEmitter(JaxprEmitter):
         if eqn.primitive.name in CALLS:
             return outs  # what is in it was kept
         for i, out in enumerate(outs):
-            edit, count = recording.edits.get((place, i)), self.topology.num_replicas
-            if edit in ("divided", "multiplied"):
-                scale = 1 / count if edit == "divided" else count
-                out = out._replace(array=(out.array * scale).astype(jnp.result_type(out.array)))
+            number, count = recording.edits.get((place, i)), self.topology.num_replicas
+            if number is not None:
+                x = out.array
+                of_mode = (x, x / count, x * count, x, x, x)
+                out = out._replace(array=_chosen(recording.modes[number], of_mode, x))
                 outs[i] = out
             node = Node((place, i), given, is_merge, out.varying)
             recording.keep(node, out.array)
@@ -276,6 +311,27 @@ class _Kept:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.values: list[Any] = []
+        self.answers: list[tuple[Place, Any]] = []
+
+    def add(self, node: Node, value: Any) -> None:
+        """Keeps a value; of a PRNG key nothing."""
+        self.nodes.append(node)
+        is_key = jax_compat.is_key_dtype(jnp.result_type(value))
+        self.values.append(jnp.zeros(()) if is_key else value)
+
+
+def _typed(value: Any, aval: Any) -> Any:
+    """Returns a value with the type that a loop carries."""
+    return value if jax_compat.is_key_dtype(aval.dtype) else jnp.asarray(value, aval.dtype)
+
+
+def _answers(jaxpr: Jaxpr) -> bool:
+    """Returns whether code calls the host for a value, outside of loops and branches."""
+    return any(
+        (eqn.primitive.name in CALLBACKS and eqn.outvars)
+        or (eqn.primitive.name in CALLS and any(map(_answers, jax_compat.sub_jaxprs(eqn))))
+        for eqn in jaxpr.eqns
+    )
 
 
 class _Evaluator(OneDevice):
@@ -289,6 +345,8 @@ class _Evaluator(OneDevice):
     def _is_special(self, eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in DRAWS or self._recording.constants:
             return True
+        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
+            return True
         if self._shares_device:
             return super()._is_special(eqn)
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
@@ -296,6 +354,8 @@ class _Evaluator(OneDevice):
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
             return [self._draw(eqn, ins[0])]
+        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
+            return self._answer(eqn, ins)
         if self._recording.constants:
             ins = self._exchanged(eqn, ins)
             if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
@@ -333,6 +393,32 @@ class _Evaluator(OneDevice):
         start = replica * own[axis]
         return lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
 
+    def _answer(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        """Returns what a callback returned in the first run; it is not called again."""
+        if not eqn.outvars:
+            return []
+        given = (self._recording.given_answers or {}).get(self._recording.place_of_draw(eqn))
+        if given is None:
+            if eqn.primitive.name == "pure_callback":  # in a loop, or a branch
+                return super()._equation(eqn, ins)
+            raise UnsupportedError(
+                message(
+                    "dj.check needs an io_callback that returns values to stand outside of loops",
+                    got=f"one in a loop or a branch, at {user_lines.source_line(eqn)}",
+                    why="it is called once, and its results are used again in other runs",
+                    fix="jax.pure_callback, if it has no effect; or rules_only=True",
+                )
+            )
+        return [self._own_answer(rows, v.aval) for rows, v in zip(given, eqn.outvars, strict=True)]
+
+    def _own_answer(self, rows: Any, aval: Any) -> Any:
+        """Returns this replica's answer, or the one replica's: the rows of all, joined."""
+        if self.num_replicas == len(rows) > 1:
+            return self.own_row(rows)
+        own = rows.shape[1:]
+        axes = [i for i, (a, b) in enumerate(zip(own, aval.shape, strict=False)) if a != b]
+        return jnp.concatenate(list(rows), axes[0]) if axes else jnp.asarray(rows[0])
+
     # -- keeping ----------------------------------------------------------------
 
     def follow(
@@ -357,10 +443,50 @@ class _Evaluator(OneDevice):
             if eqn.primitive.name in CALLS - {"compute_on"}:
                 code, own = jax_compat.called_jaxpr(eqn)
                 outs = self.follow(code, values, nodes, kept, (*outer, eqn), own)
+            elif eqn.primitive.name == "scan" and eqn.params["length"] <= _LONGEST:
+                outs = self._follow_scan(eqn, ins, kept, outer)
             else:
                 outs = self._keep(eqn, values, nodes, kept, outer)
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
+
+    def _follow_scan(
+        self,
+        eqn: JaxprEqn,
+        ins: list[tuple[Any, Node]],
+        kept: _Kept,
+        outer: tuple[JaxprEqn, ...],
+    ) -> list[tuple[Any, Node]]:
+        """Evaluates a loop and keeps the values of its first turn: there the law breaks first."""
+        consts, start, xs = jax_compat.split_scan_inputs(eqn, ins)
+        code, own_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+        avals = [v.aval for v in code.outvars]
+        inside, results = _Kept(), list[Node]()
+
+        def body(carry: Sequence[Any], slices: Sequence[Any]) -> Any:
+            own = _Kept()
+            taken = [*zip(carry, start, strict=True), *zip(slices, xs, strict=True)]
+            given = list(consts)
+            for i, (value, (_, node)) in enumerate(taken):
+                place = self._recording.place(eqn, outer)
+                given.append((value, Node((place, i), (node,) if node is not _CONSTANT else ())))
+                own.add(given[-1][1], value)
+            values, nodes = [x for x, _ in given], [n for _, n in given]
+            outs = self.follow(code, values, nodes, own, (*outer, eqn), own_consts)
+            inside.nodes, results[:] = own.nodes, [node for _, node in outs]
+            new = [_typed(x, aval) for (x, _), aval in zip(outs, avals, strict=True)]
+            return new[: len(carry)], (new[len(carry) :], own.values)
+
+        options = {key: eqn.params[key] for key in ("length", "reverse")}
+        first = [_typed(x, aval) for (x, _), aval in zip(start, avals, strict=False)]
+        final, (ys, values) = lax.scan(body, first, [x for x, _ in xs], **options)
+        kept.nodes += inside.nodes
+        kept.values += [x[-1 if eqn.params["reverse"] else 0] for x in values]
+        place, found = self._recording.place(eqn, outer), []
+        for i, (out, node) in enumerate(zip([*final, *ys], results, strict=True)):
+            found.append((out, Node((place, i), () if node is _CONSTANT else (node,))))
+            kept.add(found[-1][1], out)
+        return found
 
     def _keep(
         self,
@@ -379,26 +505,28 @@ class _Evaluator(OneDevice):
         for i, out in enumerate(outs):
             out = self._edited((place, i), out, values)
             node = Node((place, i), inputs, is_reduction)
-            kept.nodes.append(node)
-            is_key = jax_compat.is_key_dtype(jnp.result_type(out))
-            kept.values.append(jnp.zeros(()) if is_key else out)
+            kept.add(node, out)
             found.append((out, node))
+        if eqn.primitive.name in CALLBACKS and outs and recording.given_answers is None:
+            kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
     def _edited(self, where: tuple[Place, int], out: Any, ins: Sequence[Any]) -> Any:
-        """Returns a value as the edit of it says."""
-        edit = self._recording.edits.get(where)
-        if edit is None:
+        """Returns a value as its edit says."""
+        number = self._recording.edits.get(where)
+        if number is None:
             return out
-        dtype, count = jnp.result_type(out), self.num_replicas
-        if edit == "divided":
-            return (out / count).astype(dtype)
-        if edit == "multiplied":
-            return (out * count).astype(dtype)
-        if edit == "without":
-            return jnp.asarray(ins[where[1]], dtype)
-        total = lax.psum(out, self.axis_name)
-        return (total if edit == "summed" else total / count).astype(dtype)
+        count, total = self.num_replicas, lax.psum(out, self.axis_name)
+        operand = ins[where[1]] if where[1] < len(ins) else out
+        operand = operand if jnp.shape(operand) == jnp.shape(out) else out
+        of_mode = (out, out / count, out * count, operand, total / count, total)
+        return _chosen(self._recording.modes[number], of_mode, out)
+
+
+def _chosen(mode: Any, of_mode: Sequence[Any], like: Any) -> Any:
+    """Returns the value for a mode: one of `EDITS`, by number."""
+    dtype = jnp.result_type(like)
+    return lax.select_n(mode, *(jnp.asarray(x, dtype) for x in of_mode))
 
 
 _CONSTANT = Node((("", "", 0), 0), ())

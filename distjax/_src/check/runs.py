@@ -124,6 +124,16 @@ class Arguments:
                 self._leaves.append(self.on_device(leaf) if stacked is None else leaf)
         self.is_guess = self.is_guess and bool(self.rows)
 
+    def keep_apart(self) -> None:
+        """Takes no argument for part of the batch that is only guessed to be."""
+        assert self._topology is not None, "there is a PerReplica"
+        count = self.num_replicas
+        for i, x in enumerate(self._leaves):
+            if isinstance(x, Rows):
+                stacked = x.whole.reshape(count, -1, *x.whole.shape[1:])
+                self._leaves[i] = PerReplica(stacked, stand_in_for(self._topology, count))
+        self.is_guess = False
+
     @property
     def rows(self) -> list[Rows]:
         """The arguments that are parts of the batch."""
@@ -225,7 +235,9 @@ class Options:
       order: in which order the rows are, of which each draws its own.
       keeps: whether all values are kept.
       constants: numbers in the code -> what stands for them.
-      edits: changes of values.
+      edits: values that can be changed, and where in `modes` it says how.
+      modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
+      answers: what callbacks returned in the first run; None: this is it.
     """
 
     count: int = 1
@@ -235,6 +247,8 @@ class Options:
     keeps: bool = False
     constants: Mapping[float, float] | None = None
     edits: Edits | None = None
+    modes: jax.Array | None = None
+    answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -266,13 +280,13 @@ class Run:
       values: results and new state, by what identifies them in every run.
       result: the user's results.
       recording: what its trace recorded.
-      num_replicas: for how many replicas it ran.
+      answers: what its callbacks returned, [R, ...].
     """
 
     values: dict[Any, Value]
     result: Any
     recording: Recording
-    num_replicas: int
+    answers: Mapping[Place, Any]
 
 
 class Trial:
@@ -281,7 +295,6 @@ class Trial:
     Args:
       find_program: returns the program that compiles it, for such arguments.
       arguments: its arguments.
-      stacks: whether it returns all results stacked, as `dj.pmap` does.
       hear: told of each finding of a trace for several replicas.
     """
 
@@ -290,10 +303,8 @@ class Trial:
         find_program: Callable[..., Program],
         arguments: Arguments,
         hear: Callable[[Any], None],
-        *,
-        stacks: bool = False,
     ):
-        self.find_program, self.arguments, self.stacks = find_program, arguments, stacks
+        self.find_program, self.arguments = find_program, arguments
         self.hear = hear
         self._values: dict[Variable, Any] = {}
 
@@ -350,22 +361,30 @@ class TracedStep:
             self._emit,
         )
         found = self._found
-        found.move_constants(trial.arguments.on_device)
+        own = enumerate(found.constants)
+        self._modes_at = [i for i, x in own if x is options.modes and x is not None]
+        self._constants = list(map(trial.arguments.on_device, found.constants))
         self._first = args, kwargs
         self._program = program
 
-        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any]) -> Any:
+        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: Any) -> Any:
+            found.constants = constants
             pairs = dict(zip(found.reads, values, strict=True))
             arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
             return arrays, [new[v] for v in found.writes]
 
         self._evaluate = jax.jit(evaluate, compiler_options=_QUICKLY)
 
+    @property
+    def recording(self) -> Recording:
+        """What the trace recorded."""
+        return self._recording
+
     def _given(self, change: Change | None) -> Any:
         return self._trial.arguments.given(self._options.count, change)
 
-    def run(self, change: Change | None = None) -> Run:
-        """Evaluates the step; `change`: with other rows of the batch."""
+    def run(self, change: Change | None = None, modes: Sequence[int] = ()) -> Run:
+        """Evaluates the step; with other rows of the batch, or other `Options.modes`."""
         trial, count, found = self._trial, self._options.count, self._found
         args, kwargs = self._first
         if change is not None:
@@ -374,8 +393,11 @@ class TracedStep:
             )
         stored = [trial.value_of(v, count) for v in found.reads]
         with exchanging_topologies(self._exchange):
-            outs, new = self._evaluate(args, kwargs, stored)
-            result, _ = self._spec.unpack(outs)
+            constants = list(self._constants)
+            for i in self._modes_at if modes else ():
+                constants[i] = trial.arguments.on_device(jnp.array(modes, jnp.int32))
+            outs, new = self._evaluate(args, kwargs, stored, constants)
+            result, _, told = self._spec.unpack(outs)
         values = self._results(outs)
         for variable, array, (node, tags) in zip(found.writes, new, self._written, strict=True):
             before = trial.value_of(variable, count)
@@ -385,7 +407,8 @@ class TracedStep:
             values[variable] = Value(name, array, False, before, tags, node)
         if self._changes is not None:
             result = result[0].build()
-        return Run(values, result, self._recording, count)
+        answers = dict(zip(self._recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
+        return Run(values, result, self._recording, answers)
 
     def _emit(self, emit: Callable[..., Any], fn: Any, state: Any, args: Any, kwargs: Any) -> Any:
         """Emits the step; returns its results, and the values that were kept."""
@@ -412,7 +435,8 @@ class TracedStep:
         self._known = [(recording.node_at(x), recording.tags_of(x)) for x in arrays]
         written = [state.read(v) for v in state.written]
         self._written = [(recording.node_at(x), recording.tags_of(x)) for x in written]
-        return returned, tuple(x for x in recording.values if x is not None)
+        kept = tuple(x for x in recording.values if x is not None)
+        return returned, kept, list(recording.answers.values())
 
     @staticmethod
     def _changes_nothing(args: Any, kwargs: Any, own: Sequence[bool]) -> bool:
@@ -434,8 +458,6 @@ class TracedStep:
                 name = path.removeprefix("[0]")
                 if path in self._changes:
                     name, before = self._changes[path]
-            if self._trial.stacks and not varying and before is None:
-                varying = True
             found[path] = Value(name, array, varying, before, tags, node)
         return found
 

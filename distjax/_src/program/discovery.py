@@ -349,9 +349,14 @@ class Discovered:
         if roots:
             reached.record(roots, (*self.reads, *self.writes, *self.created))
 
-    def move_constants(self, move: Callable[[Any], Any]) -> None:
-        """Exchanges the arrays that the step captured for what `move` returns."""
-        self._consts = list(map(move, self._consts))
+    @property
+    def constants(self) -> list[Any]:
+        """The arrays that the step captured."""
+        return self._consts
+
+    @constants.setter
+    def constants(self, values: Sequence[Any]) -> None:
+        self._consts = list(values)
 
     @property
     def results(self) -> list[tuple[str, bool]]:

@@ -65,7 +65,6 @@ def test_rows_that_the_replicas_cannot_share(strategy):
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="the tracers are looked at first")
 def test_it_is_called_outside_of_traces(strategy):
     batch = batch_of(strategy)
     wants = "^dj.check needs to be called outside of run, dj.jit and other traces"
@@ -136,11 +135,21 @@ def test_an_array_of_several_processes(strategy):
     ]
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the step's own error is not explained")
 def test_a_shape_that_is_written_into_the_step(strategy):
     step = lambda x, y: x.reshape(2, 3).mean()
-    with pytest.raises(UnsupportedError, match="rules_only=True"):
+    with pytest.raises(UnsupportedError) as caught:
         dj.check(step, *batch_of(strategy), strategy=strategy)
+    name = "test_a_shape_that_is_written_into_the_step.<locals>.<lambda>"
+    assert str(caught.value).splitlines() == [
+        f"{name} needs to run for one replica as for 4, to be compared.",
+        "  Got: TypeError: cannot reshape array of shape (8, 3) (size 24) into shape (2, 3) (size "
+        "6).",
+        "  Why: with one replica the batch has the rows of all; a number of rows that is written "
+        "into the step does not fit.",
+        "  Fix: x.shape[0] in its place; batch_argnums=... if other arguments are the batch; or "
+        "rules_only=True",
+    ]
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_an_error_of_the_step_comes_out_as_it_is(strategy):
@@ -186,7 +195,9 @@ def test_beside_a_batch_other_values_per_replica_are_each_replica_s_own(strategy
     step = lambda params, own, x, y: (right(params, x, y), own * x.mean())
     assert is_right(step, params(), own, *batch_of(strategy), strategy=strategy)
     step = lambda params, own, x, y: (wrong(params, x, y), own * x.mean())
-    assert finding_of(step, params(), own, *batch_of(strategy), strategy=strategy)
+    found = findings_of(step, params(), own, *batch_of(strategy), strategy=strategy)
+    assert [f.level for f in found] == ["error", "note"]
+    assert found[1].rule == "values that are not compared" and "[1]" in found[1].text
 
 
 def test_rows_in_a_tree(strategy):

@@ -74,7 +74,6 @@ def test_a_sum_for_a_mean_by_the_optimizer(strategy):
     assert is_at(found, __file__, "the optimizer's sum")
 
 
-@pytest.mark.xfail(strict=True, reason="two findings, one without a fix")
 def test_one_mistake_of_an_optimizer_is_one_finding(strategy):
     optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")
     with strategy.scope():
@@ -104,7 +103,6 @@ def test_a_mean_for_a_sum_of_shares(strategy):
     assert all("by the factor 0.25" in f.text and SUMS in f.text for f in found)
 
 
-@pytest.mark.xfail(strict=True, reason="the division of a mean is taken for what made it")
 def test_a_mean_for_a_sum_of_shares_has_its_line_and_its_fix(strategy):
     found = find(strategy, make_averaging_step())
     assert is_at(found, __file__, "averages shares")
@@ -128,7 +126,6 @@ def test_a_forgotten_reduction(strategy):
     assert "Fix: the mean over the replicas of what " in error.text and MEANS in error.text
 
 
-@pytest.mark.xfail(strict=True, reason="a rule tells it once more")
 def test_a_forgotten_reduction_is_one_finding(strategy):
     find(strategy, make_forgetful_step())
 

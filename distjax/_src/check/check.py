@@ -32,6 +32,7 @@ from distjax._src.diagnostics.explain_step import (
     require_outside_traces,
     with_object,
 )
+from distjax._src.integers import is_int
 from distjax._src.lint.facts import EQUAL_BATCH
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
@@ -44,7 +45,7 @@ from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traced_types import is_struct
 from distjax._src.typing import PyTree
-from distjax.errors import CheckError, UnsupportedError, message
+from distjax.errors import CheckError, UnsupportedError, describe_value, message
 
 #: What `lint` finds that running does not show.
 UNSEEN = frozenset(
@@ -114,7 +115,8 @@ def check(
     if rules_only or isinstance(strategy, CutsSteps):
         return _check_by_rules(fn, args, kwargs, strategy)
     _require_values((args, kwargs))
-    numbers = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    numbers = _as_numbers(batch_argnums, len(args))
+    _require_tolerance(tolerance)
     _check_by_running(fn, args, kwargs, strategy, numbers, tolerance)
 
 
@@ -159,7 +161,8 @@ def assert_replica_invariant(
     require_strategy(strategy, "testing.assert_replica_invariant")
     require_compiling(strategy, "testing.assert_replica_invariant")
     _require_values((args, kwargs))
-    numbers = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    numbers = _as_numbers(batch_argnums, len(args))
+    _require_tolerance(tolerance)
     for count in counts:
         if count > 1:
             _check_by_running(fn, args, kwargs, strategy, numbers, tolerance, count)
@@ -188,6 +191,35 @@ def _check_by_rules(fn: Any, args: Any, kwargs: Any, strategy: Any) -> None:
     found = [finding for finding in notes.findings if finding.expected is None]
     if found:
         raise CheckError(describe(function_name(fn), found), tuple(found))
+
+
+def _as_numbers(batch_argnums: Any, count: int) -> tuple[int, ...]:
+    """Returns `batch_argnums` as a tuple; raises a ValueError for what is no such number."""
+    numbers = (batch_argnums,) if is_int(batch_argnums) else batch_argnums
+    if isinstance(numbers, (tuple, list)) and all(is_int(n) and 0 <= n < count for n in numbers):
+        return tuple(numbers)
+    raise ValueError(
+        message(
+            f"dj.check: batch_argnums needs numbers of the {count} positional arguments",
+            got=describe_value(batch_argnums),
+            why="these arguments are parts of the batch, whose rows one replica gets together",
+            fix="dj.check(step, state, batch, strategy=strategy, batch_argnums=1)",
+        )
+    )
+
+
+def _require_tolerance(tolerance: Any) -> None:
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance is None or (is_number and tolerance > 0):
+        return
+    raise ValueError(
+        message(
+            "dj.check: tolerance needs a number above 0, or None",
+            got=describe_value(tolerance),
+            why="it is how much of a change of state, or of a result, is rounding",
+            fix="dj.check(step, *args, strategy=strategy, tolerance=1e-2)",
+        )
+    )
 
 
 def _require_values(call: PyTree) -> None:

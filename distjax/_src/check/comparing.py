@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
@@ -77,20 +78,23 @@ class Comparison:
         if self._stacks and not varying and ours.ndim and theirs.shape[:1] == (1,):
             varying, theirs = True, theirs[0]
         before = None if value.before is None else numbers(value.before)
+        dtype = getattr(value.array, "dtype", None)
+        is_low = dtype in (jnp.bfloat16, jnp.float16)  # 4 roundings, of the larger of the two
+        rounding = 4 * float(jnp.finfo(dtype).eps) if is_low else 0.0
         if not varying:
-            factor = self.factor(ours, theirs, before)
+            factor = self.factor(ours, theirs, before, rounding)
             if factor is not None:
                 yield Difference(key, value, "differs", factor)
         elif before is not None and before.shape == ours.shape[1:]:  # state
-            if any(self.factor(row, ours[0], before) is not None for row in ours[1:]):
+            if any(self.factor(row, ours[0], before, rounding) is not None for row in ours[1:]):
                 yield Difference(key, value, APART)
-            elif (factor := self.factor(ours[0], theirs, before)) is not None:
+            elif (factor := self.factor(ours[0], theirs, before, rounding)) is not None:
                 yield Difference(key, value, "differs", factor)
         else:
-            yield from self._compare_parts(key, value, ours, theirs)
+            yield from self._compare_parts(key, value, ours, theirs, rounding)
 
     def _compare_parts(
-        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray
+        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray, rounding: float
     ) -> Iterator[Difference]:
         """Compares a value per replica that is no state."""
         if ours.shape[1:] == theirs.shape:
@@ -99,7 +103,7 @@ class Comparison:
             wholes = [ours.mean(0), ours.sum(0), *([] if (ours != ours[:1]).any() else [ours[0]])]
             if np.issubdtype(ours.dtype, np.integer):
                 wholes.append(ours.max(0))
-            factors = [self.factor(whole, theirs, None) for whole in wholes]
+            factors = [self.factor(whole, theirs, None, rounding) for whole in wholes]
             if None not in factors:
                 what = "differs" if len(wholes) > 2 else "has another mean and another sum"
                 yield Difference(key, value, what, factors[0])
@@ -110,11 +114,13 @@ class Comparison:
                 key, value, f"has shape {ours.shape[1:]} on each replica, {theirs.shape} on one"
             )
             return
-        factor = self.factor(np.concatenate(list(ours), axis), theirs, None)
+        factor = self.factor(np.concatenate(list(ours), axis), theirs, None, rounding)
         if factor is not None:
             yield Difference(key, value, "has other rows", factor)
 
-    def factor(self, a: np.ndarray, b: np.ndarray, before: np.ndarray | None) -> float | None:
+    def factor(
+        self, a: np.ndarray, b: np.ndarray, before: np.ndarray | None, rounding: float = 0.0
+    ) -> float | None:
         """Returns None if two values are equal up to rounding, else their quotient, or NaN."""
         if a.shape != b.shape:
             return float("nan")
@@ -130,9 +136,10 @@ class Comparison:
         size = np.nanmax(np.abs(a), initial=0)
         scale = max(np.nanmax(np.abs(own), initial=0), np.nanmax(np.abs(other), initial=0))
         if before is None:
-            allowed = (self._tolerance or RESULT_TOLERANCE) * scale + 1e-7
+            allowed = max(self._tolerance or RESULT_TOLERANCE, rounding) * scale + 1e-7
         else:
-            allowed = (self._tolerance or STATE_TOLERANCE) * scale + 1e-6 * size + 1e-30
+            allowed = max(self._tolerance or STATE_TOLERANCE, rounding) * scale
+            allowed += max(1e-6, rounding) * size + 1e-30
         is_off = ~(np.abs(a - b) <= allowed) & ~(np.isnan(a) & np.isnan(b))
         if not is_off.any():
             return None

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from distjax._src.check.comparing import joined_axis, numbers
@@ -21,8 +22,6 @@ from distjax._src.check.replay import Node
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
 #: How much of the largest element is rounding.
 _TOLERANCE = 2e-3
-#: Of one operation of float32.
-_ROUNDING = 2e-7
 _SUMS = frozenset("add sub add_any reduce_sum psum cumsum scatter-add".split())
 _PRODUCTS = frozenset("mul dot_general conv_general_dilated".split())
 _CHANGES_NOTHING = frozenset(
@@ -101,7 +100,7 @@ class Locator:
         if not np.issubdtype(ours.dtype, np.number):
             return None
         ours, theirs = ours.astype(float), theirs.astype(float)
-        floor = 8 * self.noise(node)
+        floor = 4 * self.noise(node)
         found: list[Kind] = []
         if ours.shape[1:] == theirs.shape:
             rows = ours.reshape(self._count, -1)
@@ -116,7 +115,7 @@ class Locator:
     def noise(self, node: Node) -> float:
         """Returns how large the rounding error of a value may be: what cancels leaves only that.
 
-        An estimate, for float32, that follows sums and products. (The gradient of a bias in front
+        An estimate that follows sums and products. (The gradient of a bias in front
         of a batch norm is zero but for rounding, and Adam makes a step of it.)
         """
         if node not in self._noises:
@@ -126,17 +125,18 @@ class Locator:
     def _find_noise(self, node: Node) -> float:
         size = _size_of(node)
         operands = [(_size_of(x), self.noise(x) if x in self._order else 0.0) for x in node.inputs]
-        own = _ROUNDING * size
+        rounding = rounding_of(node.value)
+        own = rounding * size
         if not operands or node.value is None:
             return own
         if node.name in _SUMS:  # of terms that may cancel
             terms = max(1.0, max(_elements(x) for x in node.inputs) / max(1, _elements(node)))
-            return own + sum(_ROUNDING * s + e for s, e in operands) * max(terms, 1.0) ** 0.5
+            return own + sum(rounding * s + e for s, e in operands) * max(terms, 1.0) ** 0.5
         if node.name in _PRODUCTS and len(operands) == 2:
             (a, of_a), (b, of_b) = operands
             contracted = (_elements(node.inputs[0]) * _elements(node.inputs[1])) ** 0.5
             terms = max(1.0, contracted / max(1, _elements(node))) if node.name != "mul" else 1.0
-            return own + (_ROUNDING * a * b + of_a * b + of_b * a) * terms**0.5
+            return own + (rounding * a * b + of_a * b + of_b * a) * terms**0.5
         if node.name in _CHANGES_NOTHING:
             return max(own, *(e for _, e in operands))
         return own + max(e / s * size if s else 0.0 for s, e in operands)
@@ -164,6 +164,8 @@ class Locator:
                 wrong = [k for k in kinds if not k.is_right]
                 if len(wrong) == len(kinds):
                     found[made_by] = Break(made_by, node, kinds[0], made_by)
+                else:
+                    is_rounded = True
                 continue
             broken = [x for x in node.inputs if self.kinds(x) == ()]
             if kinds is None:  # a key, or what one replica does not compute
@@ -180,7 +182,10 @@ class Locator:
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
         kinds = [self.kinds(x) for x in node.inputs]
+        mate = self._mates.get(node.place)
         if node.name == "scan":  # only its first turn is known
+            return False
+        if mate is not None and mate.literals != node.literals:
             return False
         return bool(kinds) and all(k is not None and any(x.is_right for x in k) for k in kinds)
 
@@ -253,6 +258,14 @@ def _size_of(node: Node) -> float:
     if array.size == 0 or not np.issubdtype(array.dtype, np.inexact):
         return 0.0
     return float(np.nanmax(np.abs(array), initial=0))
+
+
+def rounding_of(value: Any) -> float:
+    """Returns how much of a value one operation rounds away."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return 1.7 * float(jnp.finfo(dtype).eps)
 
 
 def _elements(node: Node) -> int:

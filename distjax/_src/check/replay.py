@@ -57,6 +57,7 @@ class Node:
       place: what computes it, and which of its results it is.
       inputs: what it is computed from.
       is_reduction: whether it is a collective over the replicas, or a merge.
+      literals: the numbers of the code among its operands.
       varying: whether `value` is [R, ...].
       value: the value, once the step has run; None for a PRNG key.
     """
@@ -65,6 +66,7 @@ class Node:
     inputs: tuple[Node, ...]
     is_reduction: bool = False
     varying: bool = True
+    literals: tuple[Any, ...] = ()
     value: Any = None
 
     @property
@@ -500,11 +502,14 @@ class _Evaluator(OneDevice):
         place = recording.place(eqn, outer)
         outs = self._equation(eqn, values)
         inputs = tuple(n for n in nodes if n is not _CONSTANT)
+        literals = tuple(
+            v.val for v in eqn.invars if isinstance(v, Literal) and jnp.ndim(v.val) == 0
+        )
         is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
         found = []
         for i, out in enumerate(outs):
             out = self._edited((place, i), out, values)
-            node = Node((place, i), inputs, is_reduction)
+            node = Node((place, i), inputs, is_reduction, literals=literals)
             kept.add(node, out)
             found.append((out, node))
         if eqn.primitive.name in CALLBACKS and outs and recording.given_answers is None:

@@ -19,7 +19,7 @@ import numpy as np
 from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Edits, Node, Place, Recording, Tags
 from distjax._src.objects.stateful import is_stateful
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.per_replica import PerReplica, require_same_topology
 from distjax._src.placement.rows import is_batch
 from distjax._src.placement.topology import Topology, exchanging_topologies, one_device_topology
 from distjax._src.program.program import Program
@@ -111,6 +111,9 @@ class Arguments:
         ]
         self.is_guess = not any(known)
         self._leaves: list[Any] = []
+        for leaf, path in zip(leaves, paths, strict=True):
+            if isinstance(leaf, PerReplica) and topology is not None:
+                require_same_topology(leaf, topology, f"argument {path}")
         for leaf, path, is_known in zip(leaves, paths, known, strict=True):
             is_own = isinstance(leaf, PerReplica)
             stacked = self.on_device(leaf.stacked) if is_own else None

@@ -133,13 +133,7 @@ def make_low_precision_step(dtype, reduce):
     return step
 
 
-BFLOAT16 = pytest.param(
-    jnp.bfloat16,
-    marks=pytest.mark.xfail(strict=True, reason="its rounding is taken for float32's"),
-)
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_rounding_of_low_precision_is_no_difference(strategy, dtype):
     step = make_low_precision_step(dtype, lax.pmean)
     assert is_right(step, params(), *batch_of(strategy), strategy=strategy)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import distjax as dj
 from distjax.errors import CheckError, ContextError, UnsupportedError
@@ -85,34 +86,37 @@ def test_a_step_that_makes_variables(strategy):
         return lax.pmean(x.mean(), AXIS) + made[0].value
 
     batch = batch_of(strategy)
-    with pytest.raises(ContextError, match="needs a function whose variables exist"):
+    with pytest.raises(ContextError, match="need a function whose variables exist"):
         dj.check(step, *batch, strategy=strategy)
     assert not made
     strategy.run(step, args=batch)
     assert is_right(step, *batch, strategy=strategy)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_argnums": "x"},
-        {"batch_argnums": 1.5},
-        {"batch_argnums": True},
-        {"batch_argnums": (1, "y")},
-        {"batch_argnums": 3},
-        {"batch_argnums": -1},
-        {"tolerance": "small"},
-        {"tolerance": -1e-3},
-        {"tolerance": float("nan")},
-    ],
-    ids=str,
-)
-@pytest.mark.xfail(strict=True, reason="the options are not looked at")
-def test_options_of_a_wrong_type(strategy, options):
-    [name] = options
-    with pytest.raises((TypeError, ValueError), match=f"^[^\n]*{name}[^\n]*\n  Got: ") as caught:
-        dj.check(right, params(), *batch_of(strategy), strategy=strategy, **options)
-    assert "  Fix: " in str(caught.value)
+@pytest.mark.parametrize("numbers", ["x", 1.5, True, (1, "y"), 3, -1, None], ids=str)
+def test_numbers_that_are_no_arguments(strategy, numbers):
+    with pytest.raises(ValueError, match="^dj.check: batch_argnums needs numbers of the") as caught:
+        dj.check(right, params(), *batch_of(strategy), strategy=strategy, batch_argnums=numbers)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "dj.check: batch_argnums needs numbers of the 3 positional arguments."
+    assert lines[1].startswith("  Got: ")
+    assert lines[2:] == [
+        "  Why: these arguments are parts of the batch, whose rows one replica gets together.",
+        "  Fix: dj.check(step, state, batch, strategy=strategy, batch_argnums=1)",
+    ]
+
+
+@pytest.mark.parametrize("tolerance", ["small", -1e-3, 0, float("nan"), True], ids=str)
+def test_a_tolerance_that_is_none(strategy, tolerance):
+    with pytest.raises(ValueError, match="^dj.check: tolerance needs a number above 0") as caught:
+        dj.check(right, params(), *batch_of(strategy), strategy=strategy, tolerance=tolerance)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "dj.check: tolerance needs a number above 0, or None."
+    assert lines[1].startswith("  Got: ")
+    assert lines[2:] == [
+        "  Why: it is how much of a change of state, or of a result, is rounding.",
+        "  Fix: dj.check(step, *args, strategy=strategy, tolerance=1e-2)",
+    ]
 
 
 def test_what_is_no_function(strategy):
@@ -269,3 +273,81 @@ def test_findings_are_in_the_error(strategy):
     [finding] = caught.value.findings
     assert finding.level == "error" and finding.expected is None
     assert finding.text.splitlines()[0] in str(caught.value)
+
+
+# -- other numbers of replicas --------------------------------------------------------------
+
+
+def test_several_numbers_of_replicas(strategy):
+    args = params(), *batch_of(strategy)
+    assert_invariant = dj.testing.assert_replica_invariant
+    assert assert_invariant(right, *args, strategy=strategy) is None
+    assert assert_invariant(wrong, *args, strategy=strategy, counts=(1,)) is None
+    with pytest.raises(CheckError, match="for 2 replicas as for one") as caught:
+        assert_invariant(wrong, *args, strategy=strategy)
+    assert "by the factor 2" in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="the number of rows is taken for that of replicas")
+def test_a_row_for_each_replica(strategy):
+    args = params(), *batch_of(strategy)
+    with pytest.raises(CheckError, match="for 8 replicas as for one"):
+        dj.testing.assert_replica_invariant(wrong, *args, strategy=strategy, counts=(8,))
+
+
+@pytest.mark.xfail(strict=True, reason="the number of outputs is taken for that of replicas")
+def test_as_many_outputs_as_replicas(strategy):
+    def step(w, x, y):
+        loss = lambda w: jnp.mean(jnp.mean((x @ w - y[:, None]) ** 2, axis=-1))
+        return w - 0.1 * lax.psum(jax.grad(loss)(w), AXIS)
+
+    assert findings_of(step, jnp.ones((3, R)), *batch_of(strategy), strategy=strategy)
+
+
+def test_what_is_right_for_one_number_of_replicas_only(strategy):
+    """R is written into the step: `dj.check` excuses it, other numbers do not."""
+
+    def step(params, x, y):
+        grads = lax.psum(jax.grad(loss_of)(params, x, y), AXIS)
+        return descend(params, jax.tree.map(lambda g: g / 4, grads))
+
+    args = params(), *batch_of(strategy)
+    assert is_right(step, *args, strategy=strategy)
+    with pytest.raises(CheckError):
+        dj.testing.assert_replica_invariant(step, *args, strategy=strategy)
+
+
+def test_numbers_of_replicas_that_do_not_divide_the_rows(strategy):
+    args = params(), *batch_of(strategy)
+    with pytest.raises(UnsupportedError, match="^dj.check needs a batch that 3 replicas can share"):
+        dj.testing.assert_replica_invariant(right, *args, strategy=strategy, counts=(3,))
+
+
+# -- what a step calls on the host -----------------------------------------------------------
+
+
+def test_callbacks_of_the_step(strategy):
+    """A callback without effects is called as often as a run needs it; a print is made once."""
+    seen = []
+
+    def step(x, y):
+        jax.debug.callback(lambda mean: seen.append(float(mean)), x.mean())
+        return lax.pmean(x.mean(), AXIS)
+
+    assert is_right(step, *batch_of(strategy), strategy=strategy)
+    assert len(seen) <= R
+
+
+def test_a_callback_with_effects_in_a_loop(strategy):
+    struct = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def step(x, y):
+        body = lambda total, row: (total + io_callback(lambda a: a, struct, row.mean()), None)
+        return lax.pmean(lax.scan(body, jnp.float32(0), x)[0], AXIS)
+
+    with pytest.raises(UnsupportedError) as caught:
+        dj.check(step, *batch_of(strategy), strategy=strategy)
+    text = str(caught.value)
+    assert text.startswith("dj.check needs an io_callback that returns values to stand outside of")
+    assert "  Why: it is called once, and its results are used again in other runs." in text
+    assert "  Fix: jax.pure_callback, if it has no effect; or rules_only=True" in text

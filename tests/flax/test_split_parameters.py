@@ -279,7 +279,7 @@ def clipped_by_the_whole_norm(grads):
     return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
 
 
-def check_step(change):
+def check_step(change, **options):
     strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters")
     with strategy.scope():
         model = dj.flax.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
@@ -290,7 +290,7 @@ def check_step(change):
         dj.flax.apply_gradients(optimizer, model, change(grads))
 
     x = strategy.per_replica(np.random.default_rng(0).normal(size=(4, 4, 8)).astype(np.float32))
-    dj.check(step, model, optimizer, x, strategy=strategy)
+    dj.check(step, model, optimizer, x, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize(
@@ -303,12 +303,25 @@ def check_step(change):
 )
 def test_what_must_not_be_done_with_shards_is_found(change, rule):
     with pytest.raises(CheckError, match=f"warning: {rule}"):
+        check_step(change, rules_only=True)
+    with pytest.raises(CheckError, match="error: numbers that depend on the number of replicas"):
         check_step(change)
 
 
-@pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
+WHOLE_NORM = pytest.param(
+    clipped_by_the_whole_norm,
+    marks=pytest.mark.xfail(strict=True, reason="one replica's shard is not the whole"),
+)
+
+
+@pytest.mark.parametrize("change", [as_they_are, halved, WHOLE_NORM])
 def test_what_may_be_done_with_shards_is_silent(change):
     check_step(change)
+
+
+@pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
+def test_what_may_be_done_with_shards_breaks_no_rule(change):
+    check_step(change, rules_only=True)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

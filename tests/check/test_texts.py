@@ -1,0 +1,217 @@
+"""For the commonest mistakes: the line that is named, the factor, and a fix that was tried."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import distjax as dj
+from tests.check import problem
+from tests.check.problem import (
+    RULE,
+    R,
+    batch_of,
+    descend,
+    finding_of,
+    findings_of,
+    is_at,
+    is_right,
+    loss_of,
+    params,
+    summed_loss,
+)
+from tests.diagnostics.lines import line_of
+
+AXIS = "replica"
+MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
+DESCENDS = f"{line_of(problem.__file__, 'descends')} (descend.<locals>.<lambda>)"
+SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
+
+
+@pytest.fixture
+def strategy():
+    return dj.VirtualStrategy(R)
+
+
+def find(strategy, step):
+    return finding_of(step, params(), *batch_of(strategy), strategy=strategy)
+
+
+def test_a_sum_for_a_mean(strategy):
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        grads = lax.psum(grads, AXIS)  # sums means
+        return descend(params, grads)
+
+    found = find(strategy, step)
+    line = line_of(__file__, "sums means")
+    where = f"{line} (test_a_sum_for_a_mean.<locals>.step)"
+    assert (found.level, found.rule, found.source) == ("error", RULE, where)
+    name = "test_a_sum_for_a_mean.<locals>.step"
+    assert found.text.splitlines() == [
+        f"{name} needs to compute the same for 4 replicas as for one with the whole batch.",
+        "  Got: ['b'] differs, ['w'] differs, by the factor 4.",
+        f"  Why: the first line whose result is not that of one replica: {DESCENDS}; it takes a "
+        f"value that is equal on all replicas, R times too large; made by psum at {where}.",
+        f"  Fix: a mean in place of the sum at {where}: {MEANS}",
+    ]
+
+
+def test_a_sum_for_a_mean_by_the_optimizer(strategy):
+    """One variable: of several, see below."""
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")
+    with strategy.scope():
+        w = dj.Variable(jnp.ones(3), name="w")
+        optimizer.init([w])
+
+    def step(x, y):
+        loss = lambda w: jnp.mean((x @ w - y) ** 2)
+        optimizer.apply_gradients([(jax.grad(loss)(w.value), w)])  # the optimizer's sum
+
+    found = finding_of(step, *batch_of(strategy), strategy=strategy)
+    assert "Got: variable 'w' differs, by the factor 4." in found.text
+    assert is_at(found, __file__, "the optimizer's sum")
+
+
+def test_one_mistake_of_an_optimizer_is_one_finding(strategy):
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")
+    with strategy.scope():
+        variables = {k: dj.Variable(v, name=k) for k, v in params().items()}
+        optimizer.init([*variables.values()])
+
+    def step(x, y):
+        grads = jax.grad(loss_of)({k: v.value for k, v in variables.items()}, x, y)
+        optimizer.apply_gradients([(grads[k], v) for k, v in variables.items()])
+
+    found = finding_of(step, *batch_of(strategy), strategy=strategy)
+    assert MEANS in found.text
+
+
+def make_averaging_step():
+    def step(params, x, y):
+        grads = jax.grad(summed_loss)(params, x, y)
+        grads = lax.pmean(grads, AXIS)  # averages shares
+        return descend(params, grads)
+
+    return step
+
+
+def test_a_mean_for_a_sum_of_shares(strategy):
+    args = params(), *batch_of(strategy)
+    found = findings_of(make_averaging_step(), *args, strategy=strategy)
+    assert all("by the factor 0.25" in f.text and SUMS in f.text for f in found)
+
+
+def test_a_mean_for_a_sum_of_shares_has_its_line_and_its_fix(strategy):
+    found = find(strategy, make_averaging_step())
+    assert is_at(found, __file__, "averages shares")
+    line = line_of(__file__, "averages shares")
+    assert f"Fix: a sum in place of the mean at {line}" in found.text
+
+
+def make_forgetful_step():
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        return descend(params, grads)  # forgets
+
+    return step
+
+
+def test_a_forgotten_reduction(strategy):
+    args = params(), *batch_of(strategy)
+    found = findings_of(make_forgetful_step(), *args, strategy=strategy)
+    [error] = [f for f in found if f.level == "error"]
+    assert "['b'] is another value on each replica, ['w'] is another" in error.text
+    assert "Fix: the mean over the replicas of what " in error.text and MEANS in error.text
+
+
+def test_a_forgotten_reduction_is_one_finding(strategy):
+    find(strategy, make_forgetful_step())
+
+
+def test_a_reduction_that_one_gradient_misses(strategy):
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        return descend(params, grads | {"w": lax.pmean(grads["w"], AXIS)})
+
+    found = findings_of(step, params(), *batch_of(strategy), strategy=strategy)
+    [error] = [f for f in found if f.level == "error"]
+    assert "['b'] is another value on each replica." in error.text and "['w']" not in error.text
+
+
+def test_reduced_twice(strategy):
+    def step(params, x, y):
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        grads = lax.psum(grads, AXIS)  # once more
+        return descend(params, grads)
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "once more")
+    assert "by the factor 4" in found.text and "Fix: a mean in place of the sum at " in found.text
+
+
+def test_a_mean_twice_is_a_mean(strategy):
+    def step(params, x, y):
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        return descend(params, lax.pmean(grads, AXIS))
+
+    assert is_right(step, params(), *batch_of(strategy), strategy=strategy)
+
+
+def test_clipped_before_it_is_reduced(strategy):
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(1.0, norm), grads)  # clips its own
+        return descend(params, lax.pmean(grads, AXIS))
+
+    found = find(strategy, step)
+    assert found.rule == RULE and str(__file__) in found.source
+
+
+def test_a_square_root_of_a_local_mean(strategy):
+    def step(params, x, y):
+        loss = lambda p: jnp.sqrt(loss_of(p, x, y))  # the root
+        return descend(params, lax.pmean(jax.grad(loss)(params), AXIS))
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "the root")
+
+
+def test_statistics_of_a_replica_s_own_rows(strategy):
+    def step(params, x, y):
+        mean, deviation = x.mean(0), x.std(0)  # its own
+        grads = jax.grad(loss_of)(params, (x - mean) / deviation, y)
+        return descend(params, lax.pmean(grads, AXIS))
+
+    found = find(strategy, step)
+    assert str(__file__) in found.source or "_methods" in found.source
+
+
+def test_two_mistakes_are_two_findings(strategy):
+    def step(params, seen, x, y):
+        grads = lax.psum(jax.grad(loss_of)(params, x, y), AXIS)  # the first
+        seen = seen + lax.pmean(jnp.float32(len(x)), AXIS)  # the second
+        return descend(params, grads), seen
+
+    args = params(), jnp.float32(0), *batch_of(strategy)
+    found = findings_of(step, *args, strategy=strategy)
+    assert len(found) == 2
+    assert any(is_at(f, __file__, "the first") for f in found)
+    assert any("[1] differs" in f.text and "by the factor 0.25" in f.text for f in found)
+
+
+def test_the_error_says_how_many_findings(strategy):
+    step = make_averaging_step()
+    with pytest.raises(dj.errors.CheckError) as caught:
+        dj.check(step, params(), *batch_of(strategy), strategy=strategy)
+    lines = str(caught.value).splitlines()
+    name = "make_averaging_step.<locals>.step"
+    assert lines[0] == f"{name} needs to be a step in which dj.check finds nothing."
+    assert lines[1].startswith("  Got: ") and "error" in lines[1]
+    assert lines[2:4] == [
+        "  Why: such steps train, but not as one device with the whole batch would.",
+        "  Fix: as each finding says; or, where it is meant: with dj.expect(reason)",
+    ]
+    assert lines[4].startswith(f"  error: {RULE}, at ")

@@ -160,7 +160,8 @@ def test_accumulated_gradients_mean_the_same_on_other_strategies(tmp_path, op):
         step(made[number], jnp.float32(1))
         with dj.checkpoint.Checkpointer(tmp_path / str(number)) as checkpointer:
             checkpointer.save(1, {"w": w, "optimizer": optimizer})
-        for other in map(make, strategies()):
+        others = list(map(make, strategies()))
+        for other in (others[number - 1], others[number - 2]):  # those before it, in a ring
             with dj.checkpoint.Checkpointer(tmp_path / str(number)) as checkpointer:
                 checkpointer.restore({"w": other[1], "optimizer": other[2]})
             step(other, jnp.float32(3))

@@ -14,6 +14,7 @@ import distjax as dj
 from distjax._src.checkpoint import storage
 from distjax.errors import CheckpointError, ContextError
 from tests.cluster.test_ending import make_job
+from tests.processes.jobs import run_job
 
 ROOT = pathlib.Path(dj.__file__).parent.parent
 
@@ -105,17 +106,16 @@ def test_a_relative_path_means_the_directory_of_that_moment(tmp_path, monkeypatc
 
 
 LAST_LINE_IS_A_SAVE = """
-import sys
 import jax.numpy as jnp
 import distjax as dj
-dj.checkpoint.Checkpointer(sys.argv[1]).save(1, {"x": jnp.ones(1 << 20)})
+dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"]).save(1, {"x": jnp.ones(1 << 20)})
 """
 
 
 def test_a_program_may_end_with_a_save(checkpointer):
-    command = [sys.executable, "-c", LAST_LINE_IS_A_SAVE, checkpointer.directory]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, env=environment, timeout=120)
+    environment = {"TEST_DIRECTORY": str(checkpointer.directory)}
+    (ended,) = run_job(LAST_LINE_IS_A_SAVE, ids=(0,), environment=environment)
+    assert ended.code == 0, ended.said
     assert checkpointer.latest_step() == 1
     assert checkpointer.restore({"x": jnp.zeros(1 << 20)})["x"].min() == 1.0
 
@@ -139,12 +139,13 @@ def test_at_the_end_every_save_is_waited_for_though_one_fails(monkeypatch):
 
 
 FORKED = """
-import multiprocessing, sys
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
 import numpy as np
 import distjax as dj
 from distjax._src.checkpoint import storage
 
-checkpointer = dj.checkpoint.Checkpointer(sys.argv[1])
+checkpointer = dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"])
 
 def use():
     for call in (lambda: checkpointer.save(2, {"x": 1}), checkpointer.latest_step):
@@ -166,11 +167,10 @@ child.kill()
 
 def test_a_process_that_is_forked_during_a_save_ends(checkpointer):
     """At its end Python calls what waits for saves, whose threads it does not have."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, checkpointer.directory]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    environment = {"TEST_DIRECTORY": str(checkpointer.directory)}
+    (ended,) = run_job(FORKED, ids=(0,), environment=environment)
     refused = "a Checkpointer needs to be used in the process that began to use it."
-    assert done.stdout.decode().splitlines() == [refused, refused, "0 [1]"]
+    assert (ended.code, ended.said.splitlines()) == (0, [refused, refused, "0 [1]"])
 
 
 def test_a_checkpointer_in_a_forked_process(checkpointer, monkeypatch):

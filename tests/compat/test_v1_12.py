@@ -50,6 +50,7 @@ def test_call_for_each_tower_example(distribution, count):
     "call_for_each_tower",
     "data parallelism",
 )
+@pytest.mark.pairwise
 @pytest.mark.parametrize("as_function", [True, False])
 def test_training_example(distribution, count, as_function):
     """distribute_dataset, call_for_each_tower on get_next, group the unwrapped."""
@@ -191,6 +192,7 @@ def test_fetch_of_any_locality(distribution, count):
 
 
 @pytest.mark.api_row("initializable iterators (in the future)", "make_one_shot_iterator")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", ["make_one_shot_iterator", "make_initializable_iterator", None])
 def test_run_steps_on_dataset(distribution, make):
     """The dataset's own iterator, as TF 1.12 has it, or one made from it."""

@@ -57,6 +57,7 @@ def test_colocated_update_example(strategy, how):
     "eager and graph execution",
     "VariableAggregation as a reduction",
 )
+@pytest.mark.pairwise
 @pytest.mark.parametrize("batched", [False, True])
 def test_r247_update_pattern_in_four_steps(strategy, how, batched):
     """TF 1.12 to 1.15: gradients, merge_call, reduce_to the variable, update."""

@@ -17,6 +17,7 @@ def context():
 
 
 @pytest.mark.api_row("reduce (op, value, axis)")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_reduce_over_replicas(strategy, how, op):
     n = strategy.num_replicas_in_sync
@@ -28,6 +29,7 @@ def test_reduce_over_replicas(strategy, how, op):
     assert out.dtype == jnp.float32
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_r097_rows_of_unequal_length_by_mask(strategy, how, dtype):
     """Replica r holds [r] * (r + 1): shapes are equal here (decision 16), masks say what counts."""
@@ -142,6 +144,7 @@ def test_r139_sum_of_one_counts_the_replicas(strategy, how):
 
 
 @pytest.mark.api_row("all_reduce", "ReduceOp")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_every_strategy_reduces_in_a_replica_as_across(strategy, how, op):
     x = ids(strategy)

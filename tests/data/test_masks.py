@@ -10,16 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
-from tests.conftest import STRATEGIES
+from tests.conftest import SAMPLE, STRATEGIES
 
 PAD = dj.InputOptions("pad", prefetch=0)
-#: Without variables it is one whether gradients and moments are split, too.
-LIKE_PARAMETERS = ("optimizer", "gradients")
-NAMES = [
-    name
-    for name in STRATEGIES
-    if name not in ("mirrored3", "virtual8") and not name.startswith(LIKE_PARAMETERS)
-]
+NAMES = [*SAMPLE, "servers", "groups"]
 
 
 @functools.cache

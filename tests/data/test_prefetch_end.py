@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -20,6 +18,7 @@ from tests.data.prefetching import (
     prefetchers,
     started,
 )
+from tests.processes.jobs import run_job
 from tests.replicas import local
 
 
@@ -183,11 +182,8 @@ next(stuck)
 inside.wait()
 print("done")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
-    )
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    assert done.stderr == ""
+    (ended,) = run_job(code, ids=(0,), seconds=SECONDS)
+    assert (ended.code, ended.said) == (0, "done\n")
 
 
 @pytest.mark.parametrize("take", [next, lambda iterator: iterator.take(2)])

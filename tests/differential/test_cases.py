@@ -10,7 +10,7 @@ from tests.differential import (
 )
 from tests.differential.outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
-REPLICA_COUNTS = (1, 2, 3, 8)
+REPLICA_COUNTS = (1, 2, 3)
 #: Cases that are refused where nothing is proved: they write mirrored variables in replicas or
 #: in merge functions, or compute with a merge argument.
 NEED_PROOFS = (

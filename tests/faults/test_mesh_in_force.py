@@ -71,6 +71,7 @@ def optimized(strategy):
 OPERATIONS = [written, run, run_of_numpy, step, jit, updated, reduced_batch, optimized]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda fn: fn.__name__)

@@ -10,6 +10,7 @@ from flax import nnx
 import distjax as dj
 
 NUM_STEPS = 15
+PATIENCE = 0.2  # seconds, for which one waits in vain
 
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
@@ -88,7 +89,7 @@ def make_step(owner, counter, form):
 
 @pytest.mark.parametrize("form", ["captured", "argument"])
 def test_each_step_counts(owner, form):
-    counter, barrier = Counter(), threading.Barrier(2, timeout=1)
+    counter, barrier = Counter(), threading.Barrier(2, timeout=PATIENCE)
     step = make_step(owner, counter, form)
 
     def steps():
@@ -103,6 +104,6 @@ def test_each_step_counts(owner, form):
 
 @pytest.mark.parametrize("form", ["captured", "argument"])
 def test_two_first_calls_count(owner, form):
-    counter, barrier = Counter(), threading.Barrier(2, timeout=1)
+    counter, barrier = Counter(), threading.Barrier(2, timeout=PATIENCE)
     in_two_threads(lambda: make_step(owner, counter, form)(Meeting(barrier)))
     assert counter.count[...].tolist() == [2, 2]

@@ -61,6 +61,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("write", [add, set_attribute])

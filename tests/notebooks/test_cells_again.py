@@ -1,6 +1,6 @@
 """A user's notebook with NNX: its cells run again, in any order, as by a click on one of them.
 
-The shipped notebooks are run like this in `test_pairs.py`.
+The shipped notebooks are run like this by `make notebooks NOTEBOOK_FLAGS=--again`.
 """
 
 CELLS = {

@@ -1,13 +1,11 @@
 """The committed notebooks: pairs with equal cells, outputs that are small and without failures.
 
-That the cells run is the matter of `make notebooks`. Here they run as a reader may run them: each
-twice, and then all in any order (some 8 seconds a notebook).
+That the cells run is the matter of `make notebooks`, and with `NOTEBOOK_FLAGS=--again` that they
+run as a reader may run them: each twice, and then all in any order.
 """
 
-import asyncio
 import base64
 import importlib.util
-import os
 import pathlib
 import shutil
 
@@ -55,20 +53,6 @@ def test_pictures_are_there_and_small(script):
     pictures = [o.data["image/png"] for o in outputs_of(script) if "image/png" in o.get("data", {})]
     assert pictures
     assert max(len(base64.b64decode(p)) for p in pictures) < LARGEST_PICTURE_BYTES
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_cells_twice_and_then_in_any_order(monkeypatch, script):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    # Most of the time is compiling, and what runs again is compiled already, in the last test run
-    # too. The names of a cell's file, which have the process in them, are left out of the key.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ["DISTJAX_TESTS_PROGRAMS"])
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY", "false")
-    notebook = execute.read_script(script)
-    execute.run_again(notebook, seed=0)
-    asyncio.run(execute.execute(notebook, FOLDER))  # an error of a cell is raised here
-    assert not execute.warnings_of(notebook)
 
 
 def test_a_pair_that_differs_is_noticed(tmp_path):

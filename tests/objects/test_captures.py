@@ -152,6 +152,7 @@ def rename(held):
     held.update(z=first, a=second)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("change", [take_out_and_put_back, exchange_keys, rename])
 @pytest.mark.parametrize("where", ["dict", "attributes", "method"])
 def test_modules_that_move_among_names_are_found_by_name(pair, how, where, change):

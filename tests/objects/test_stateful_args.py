@@ -135,6 +135,7 @@ def exchange_variables(model):
     first.scale[...] += 1
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("exchange", [exchange_modules, exchange_variables])
 def test_what_changes_places_stays_the_object_it_was(strategy, how, exchange):
     """As under `nnx.jit`, for whoever else refers to it."""

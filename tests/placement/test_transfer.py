@@ -17,6 +17,7 @@ KINDS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("guard", [None, "disallow"])
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

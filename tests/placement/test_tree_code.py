@@ -127,6 +127,7 @@ def captured(strategy, make):
 # -- the law ------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", OF_EACH)
 def test_law_each_replica_gets_what_its_own_value_gives(any_strategy, wrap, name):
     """With axes of other sizes than R, it always works."""
@@ -144,6 +145,7 @@ def test_law_each_replica_gets_what_its_own_value_gives(any_strategy, wrap, name
         assert shared and any_strategy.extended.topology.mesh is None and outside
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", OF_ALL)
 def test_law_one_value_of_all_goes_to_each(any_strategy, wrap, name):
     rows, fn = rows_of(any_strategy), OF_ALL[name]
@@ -155,6 +157,7 @@ def test_law_one_value_of_all_goes_to_each(any_strategy, wrap, name):
         np.testing.assert_allclose(call(any_strategy.per_replica(rows)), expected, rtol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("use", [as_argument, captured])
 @pytest.mark.parametrize("name", [*MIXING, *BARE])
 def test_law_all_values_are_never_taken_as_one(any_strategy, wrap, name, use):

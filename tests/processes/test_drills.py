@@ -8,5 +8,5 @@ pytestmark = pytest.mark.multiprocess
 
 
 def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path):
-    *_, last = drill(4, tmp_path, [(2, 2), ALONE, (2, 2)], is_wide=True)
+    *_, last = drill(4, tmp_path, [(2, 2), ALONE], is_wide=True)
     assert last.result == "to 1e-12"

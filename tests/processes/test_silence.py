@@ -114,24 +114,6 @@ def test_the_rows_that_are_found_at_meetings_are_asked_there():
     assert asked >= {TABLE[row] for row in TABLE.keys() - BETWEEN_MEETINGS.keys()}
 
 
-@pytest.fixture(scope="module")
-def jobs():
-    """All of them side by side: what they mostly do is wait."""
-    start = START.replace("STEP_DEADLINE", "600.0")
-    with concurrent.futures.ThreadPoolExecutor(len(BETWEEN_MEETINGS)) as pool:
-        run = lambda program: pool.submit(run_job, start + program, devices=2)
-        yield {row: run(program) for row, (program, _) in BETWEEN_MEETINGS.items()}
-
-
-@pytest.mark.parametrize("row", BETWEEN_MEETINGS)
-def test_what_differs_between_meetings_ends_all_with_77(row, jobs):
-    _, said = BETWEEN_MEETINGS[row]
-    for ended in jobs[row].result():
-        assert ended.code == 77, ended.said
-        assert "differs from process 0 in what they have launched" in ended.said
-        assert said in ended.said
-
-
 #: Process 1 compiles for longer than the deadline, for which nobody is to blame; then it is stuck.
 SLOW_THEN_STUCK = """
 def last(x):
@@ -151,9 +133,31 @@ print(strategy.run(last, args=(np.float32(1.0),)))
 """
 
 
-def test_a_stuck_process_is_named_and_shows_its_threads():
-    script = (START + SLOW_THEN_STUCK).replace("STEP_DEADLINE", "3.0")
-    first, second = run_job(script, devices=2)
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them side by side: what they mostly do is wait."""
+    scripts = {row: (program, 600.0) for row, (program, _) in BETWEEN_MEETINGS.items()}
+    scripts = {"stuck": (SLOW_THEN_STUCK, 3.0), **scripts}  # the longest one first
+
+    def run(program, deadline):
+        start = START.replace("STEP_DEADLINE", str(deadline))
+        return pool.submit(run_job, start + program, devices=2)
+
+    with concurrent.futures.ThreadPoolExecutor(len(scripts)) as pool:
+        yield {row: run(*script) for row, script in scripts.items()}
+
+
+@pytest.mark.parametrize("row", BETWEEN_MEETINGS)
+def test_what_differs_between_meetings_ends_all_with_77(row, jobs):
+    _, said = BETWEEN_MEETINGS[row]
+    for ended in jobs[row].result():
+        assert ended.code == 77, ended.said
+        assert "differs from process 0 in what they have launched" in ended.said
+        assert said in ended.said
+
+
+def test_a_stuck_process_is_named_and_shows_its_threads(jobs):
+    first, second = jobs["stuck"].result()
     for ended in (first, second):
         assert ended.code == 76, ended.said
         assert "compiled 1.0" in ended.said

@@ -1,12 +1,13 @@
 """What ends a job whose processes differ, or of which one does not come."""
 
+import concurrent.futures
 import re
 
 import pytest
 
 from tests.processes.jobs import run_job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("uncaught")]
 
 START = """
 import numpy as np
@@ -25,22 +26,6 @@ if I == 0:
     strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))
 """
 
-
-def test_processes_that_differ_end_with_77():
-    for ended in run_job(START + OTHER_VALUES):
-        assert ended.code == 77
-        assert "differs from process 0 in the initial value of 'w'" in ended.said
-
-
-def test_who_does_not_come_is_named_and_the_others_end_with_76():
-    first, second = run_job(START + ON_ONE_PROCESS)
-    assert first.code == 76
-    assert "the first call of <lambda> needs all 2 processes" in first.said
-    assert "Got: process 1 on " in first.said
-    assert "did not come within 3 s" in first.said
-    assert second.code == 76
-
-
 OTHER_LAUNCHES = """
 def train(x): return dj.get_replica_context().all_reduce("sum", x)
 def evaluate(x): return dj.get_replica_context().all_reduce("sum", 2 * x)
@@ -57,21 +42,6 @@ checkpointer.save(2, {"x": strategy.extended.broadcast_to(np.ones(2))})
 checkpointer.wait()
 """
 
-
-def test_no_checkpoint_is_written_after_a_difference(tmp_path):
-    """A save is a meeting; the watch may find it before."""
-    directory = tmp_path / "checkpoints"
-    environment = {"TEST_DIRECTORY": str(directory)}
-    for ended in run_job(START + OTHER_LAUNCHES + SAVE_AGAIN, environment=environment):
-        assert ended.code == 77
-        assert "differs from process 0 in what they have launched" in ended.said
-        assert re.search(
-            r"evaluate of arguments .* on process 1; .*train of arguments .* on process 0",
-            ended.said,
-        )
-    assert [p.name for p in directory.iterdir() if p.name.isdigit()] == ["1"]
-
-
 UNRELATED_RUNTIME = """
 import jax
 jax.distributed.initialize(ADDRESS, P, I)
@@ -83,9 +53,57 @@ except dj.errors.ClusterError as error:
     print(error, flush=True)
 """
 
+SCRIPTS = {
+    "on one process": START + ON_ONE_PROCESS,
+    "other values": START + OTHER_VALUES,
+    "other launches": START + OTHER_LAUNCHES + SAVE_AGAIN,
+    "unrelated runtime": UNRELATED_RUNTIME,
+}
 
-def test_a_job_that_was_joined_without_distjax_is_refused():
-    for ended in run_job(UNRELATED_RUNTIME):
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("uncaught") / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def jobs(directory):
+    """All of them side by side: what they mostly do is wait."""
+    environment = {"TEST_DIRECTORY": str(directory)}
+    with concurrent.futures.ThreadPoolExecutor(len(SCRIPTS)) as pool:
+        run = lambda script: pool.submit(run_job, script, environment=environment)
+        yield {name: run(script) for name, script in SCRIPTS.items()}
+
+
+def test_processes_that_differ_end_with_77(jobs):
+    for ended in jobs["other values"].result():
+        assert ended.code == 77
+        assert "differs from process 0 in the initial value of 'w'" in ended.said
+
+
+def test_who_does_not_come_is_named_and_the_others_end_with_76(jobs):
+    first, second = jobs["on one process"].result()
+    assert first.code == 76
+    assert "the first call of <lambda> needs all 2 processes" in first.said
+    assert "Got: process 1 on " in first.said
+    assert "did not come within 3 s" in first.said
+    assert second.code == 76
+
+
+def test_no_checkpoint_is_written_after_a_difference(jobs, directory):
+    """A save is a meeting; the watch may find it before."""
+    for ended in jobs["other launches"].result():
+        assert ended.code == 77
+        assert "differs from process 0 in what they have launched" in ended.said
+        assert re.search(
+            r"evaluate of arguments .* on process 1; .*train of arguments .* on process 0",
+            ended.said,
+        )
+    assert [p.name for p in directory.iterdir() if p.name.isdigit()] == ["1"]
+
+
+def test_a_job_that_was_joined_without_distjax_is_refused(jobs):
+    for ended in jobs["unrelated runtime"].result():
         assert ended.code == 0
         text = "MultiWorkerMirroredStrategy needs a job that dj.initialize has joined."
         assert text in ended.said

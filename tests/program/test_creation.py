@@ -288,6 +288,7 @@ INNER = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("inner", list(INNER))
 def test_creation_in_an_inner_trace(pair, how, inner):
     made = []

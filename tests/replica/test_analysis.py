@@ -236,6 +236,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", ["mirrored", "virtual", "one_device"])
 @pytest.mark.parametrize("construct", ["cond", "switch", "while_loop"])

@@ -81,6 +81,7 @@ def _in_context(strategy, context, run):
     return run
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @pytest.mark.parametrize("context", ["replica", "cross", "merge", "outside"])
 def test_write_in_an_inner_transformation(pair, transform, context):

@@ -50,6 +50,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", WRAPPED)
 def test_merges_in_control_flow(pair, how, name):
     """Each computes three times the sum over replicas of 1 and 2."""
@@ -79,6 +80,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("construct", DIVERGING)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("kind", ["mirrored1", "mirrored2", "virtual2", "one_device"])

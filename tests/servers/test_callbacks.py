@@ -64,6 +64,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cut", ["least_bytes", "arguments"])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("body", BODIES)

@@ -60,6 +60,7 @@ def test_r105_mean_of_a_plain_value_is_the_value(pair, how):
     assert pair.reduce("mean", elsewhere) is elsewhere
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [0, 0.0, 3.0, np.zeros(2), np.ones(2), np.float64(0)])
 @pytest.mark.parametrize("axis", [None, 0])
 def test_r107_sum_of_a_plain_value_is_refused_zeros_too(pair, how, value, axis):

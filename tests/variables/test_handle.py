@@ -148,6 +148,7 @@ DTYPE_ERRORS = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", ["cross", "replica", "update", "jit"])
 @pytest.mark.parametrize(("dtype", "value", "named"), DTYPE_ERRORS, ids=lambda x: str(x)[:20])
 def test_dtype_error(pair, dtype, value, named, where):

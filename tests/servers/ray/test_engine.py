@@ -100,14 +100,14 @@ def test_numbers_of_64_bits_stay_so(served):
 def test_closures_are_applied_once_whatever_processes_are_killed(served, coordinator):
     counters = Counters(served)
     before = coordinator.stats()
-    _, killed = run_with_dead_workers(counters, coordinator, seed=0, num_kills=4)
+    _, killed = run_with_dead_workers(counters, coordinator, seed=0, num_kills=2)
     assert counters.values() == counters.expected
     stats = coordinator.stats()
     assert stats["closures"]["failed"] == before["closures"]["failed"]
     # One that died with nothing in hand, and was sent nothing since, is not known to be dead.
     unnoticed = {worker["pid"] for worker in stats["workers"]}.intersection(killed)
-    assert num_restarts(stats) == num_restarts(before) + 4 - len(unnoticed)
-    assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=2) == [True, True]
+    assert num_restarts(stats) == num_restarts(before) + 2 - len(unnoticed)
+    assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=1) == [True]
     assert counters.values() == counters.expected
     assert [server.num_kept for server in served.servers] == [0, 0]
 
@@ -119,7 +119,7 @@ def num_restarts(stats):
 def test_a_bound_holds_with_killed_workers(bounded):
     counters = Counters(bounded)
     with dj.Coordinator(bounded) as coordinator:
-        run_with_dead_workers(counters, coordinator, seed=1, num_kills=2)
+        run_with_dead_workers(counters, coordinator, seed=1, num_kills=1)
         for value in [coordinator.schedule(counters.both, (jnp.int32(0),)) for _ in range(10)]:
             value.get()
         assert counters.values() == counters.expected

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.check.comparing import APART, Comparison, Difference
+from distjax._src.check.comparing import APART, Comparison, Difference, largest_change
 from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
-from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
+from distjax._src.check.runs import Arguments, Change, Options, Rows, Run, TracedStep, Trial
 from distjax._src.context.reporting import STATE, Finding
 from distjax._src.context.scoping import require_strategy
 from distjax._src.diagnostics.explain_step import (
@@ -346,16 +346,20 @@ class _Check:
 
     def _explain(self, different: Sequence[Difference], change: Any = None) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
-        wrong = self._not_by_order(different, change)
+        wrong = self._not_by_rounding(different, change)
+        wrong = self._not_by_order(wrong, change)
         if not wrong:
             return []
-        alone = TracedStep(self._trial, self._options_alone(keeps=True)).run(change)
+        traced = TracedStep(self._trial, self._options_alone(keeps=True))
+        disturbed = [node.value for node in traced.run(self._disturb(change)).recording.nodes]
+        alone = traced.run(change)
         several = TracedStep(self._trial, self._options(keeps=True)).run(change)
         keys = {d.key for d in wrong}
         different = [d for d in self._compare(several, alone) if d.key in keys]
         wrong = [d for d in different if not self._excuse(d)]
         wrong = self._not_by_constants(wrong, several, change)
-        locator = Locator(several.recording.nodes, alone.recording.nodes, self._count)
+        nodes = several.recording.nodes, alone.recording.nodes
+        locator = Locator(*nodes, disturbed, self._count)
         groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
         for d in wrong:
             node = d.value.node
@@ -388,10 +392,37 @@ class _Check:
             self._excused[different.value.name or "the result"] = tags
         return bool(tags)
 
+    def _not_by_rounding(self, different: Sequence[Difference], change: Any) -> list[Difference]:
+        """Returns what differs by more than if the rows change by a few roundings."""
+        plain, disturbed = self._plain(change), self._traced_alone.run(self._disturb(change))
+        left = []
+        for d in different:
+            own, value = plain.values.get(d.key), disturbed.values.get(d.key)
+            ours = d.value.array[0] if d.value.varying else d.value.array
+            if own is not None and value is not None and d.what == "differs":
+                theirs = own.array[0] if own.varying else own.array
+                if largest_change(ours, theirs) <= 4 * largest_change(own.array, value.array):
+                    continue
+            left.append(d)
+        return left
+
+    def _disturb(self, change: Change | None) -> Change:
+        """Returns rows that differ from others by a few roundings of the step."""
+        eps = self._traced_alone.eps
+
+        def disturb(x: Rows) -> jax.Array:
+            whole = x.whole if change is None else change(x)
+            if jax_compat.is_key_dtype(whole.dtype) or not jnp.issubdtype(whole.dtype, jnp.inexact):
+                return whole
+            noise = np.random.default_rng(2).uniform(-4, 4, whole.shape)
+            return (whole * (1 + eps * noise)).astype(whole.dtype)
+
+        return disturb
+
     def _not_by_order(self, different: Sequence[Difference], change: Any) -> list[Difference]:
-        """Returns what does not depend on the order of the rows, nor on that of sums: rounding."""
+        """Returns what does not depend on the order of the rows."""
         sizes = {len(rows.whole) for rows in self._arguments.rows}
-        if len(sizes) != 1:
+        if not different or len(sizes) != 1:
             return list(different)
         order = np.random.default_rng(0).permutation(sizes.pop())
         before = change or (lambda rows: rows.whole)

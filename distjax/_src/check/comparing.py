@@ -164,6 +164,14 @@ def numbers(value: Any) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
 
 
+def largest_change(a: Any, b: Any) -> float:
+    """Returns the largest difference of two values of one form; 0 of what are no numbers."""
+    a, b = numbers(a), numbers(b)
+    if a.shape != b.shape or not np.issubdtype(a.dtype, np.inexact):
+        return 0.0
+    return float(np.nanmax(np.abs(a - b), initial=0))
+
+
 def joined_axis(ours: np.ndarray, theirs: np.ndarray) -> int | None:
     """Returns the axis along which the replicas' values [R, ...] are parts of one value."""
     if ours.ndim != theirs.ndim + 1:

@@ -36,8 +36,8 @@ from distjax.errors import UnsupportedError, message
 DRAWS = frozenset(("random_bits", "random_split"))
 #: Primitives that call the host.
 CALLBACKS = frozenset("debug_callback debug_print io_callback pure_callback".split())
-#: The longest loop whose values are kept.
-_LONGEST = 64
+#: What runs code some number of times.
+_LOOPS = frozenset(("scan", "while", "cond"))
 #: Primitives whose result is their operand, elsewhere or in another form.
 _UNCHANGED = frozenset(("sharding_constraint", "convert_element_type", "squeeze", "copy"))
 #: The user's line, the primitive, and which one of these it is.
@@ -59,6 +59,7 @@ class Node:
       is_reduction: whether it is a collective over the replicas, or a merge.
       literals: the numbers of the code among its operands.
       varying: whether `value` is [R, ...].
+      index: of a branch, the number of the one that is taken, of which each computes an input.
       value: the value, once the step has run; None for a PRNG key.
     """
 
@@ -67,6 +68,7 @@ class Node:
     is_reduction: bool = False
     varying: bool = True
     literals: tuple[Any, ...] = ()
+    index: Node | None = None
     value: Any = None
 
     @property
@@ -322,9 +324,16 @@ class _Kept:
         self.values.append(jnp.zeros(()) if is_key else value)
 
 
-def _typed(value: Any, aval: Any) -> Any:
-    """Returns a value with the type that a loop carries."""
-    return value if jax_compat.is_key_dtype(aval.dtype) else jnp.asarray(value, aval.dtype)
+def _first_turn(eqn: JaxprEqn, ins: list[Any]) -> tuple[Jaxpr, list[Any], list[Any]]:
+    """Returns the code of a loop's body with its constants, and what its first turn gets."""
+    if eqn.primitive.name == "while":
+        code, consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        _, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
+        return code, consts, [*of_body, *carry]
+    code, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    shared, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
+    at = -1 if eqn.params["reverse"] else 0
+    return code, consts, [*shared, *carry, *((x[at], node) for x, node in xs)]
 
 
 def _answers(jaxpr: Jaxpr) -> bool:
@@ -445,49 +454,46 @@ class _Evaluator(OneDevice):
             if eqn.primitive.name in CALLS - {"compute_on"}:
                 code, own = jax_compat.called_jaxpr(eqn)
                 outs = self.follow(code, values, nodes, kept, (*outer, eqn), own)
-            elif eqn.primitive.name == "scan" and eqn.params["length"] <= _LONGEST:
-                outs = self._follow_scan(eqn, ins, kept, outer)
+            elif eqn.primitive.name in _LOOPS and self._recording.given_answers is not None:
+                outs = self._follow_loop(eqn, ins, kept, outer)
             else:
                 outs = self._keep(eqn, values, nodes, kept, outer)
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _follow_scan(
+    def _follow_loop(
         self,
         eqn: JaxprEqn,
         ins: list[tuple[Any, Node]],
         kept: _Kept,
         outer: tuple[JaxprEqn, ...],
     ) -> list[tuple[Any, Node]]:
-        """Evaluates a loop and keeps the values of its first turn: there the law breaks first."""
-        consts, start, xs = jax_compat.split_scan_inputs(eqn, ins)
-        code, own_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-        avals = [v.aval for v in code.outvars]
-        inside, results = _Kept(), list[Node]()
+        """Evaluates a loop or branch; keeps the values of its first turn, or of all branches.
 
-        def body(carry: Sequence[Any], slices: Sequence[Any]) -> Any:
-            own = _Kept()
-            taken = [*zip(carry, start, strict=True), *zip(slices, xs, strict=True)]
-            given = list(consts)
-            for i, (value, (_, node)) in enumerate(taken):
-                place = self._recording.place(eqn, outer)
-                given.append((value, Node((place, i), (node,) if node is not _CONSTANT else ())))
-                own.add(given[-1][1], value)
-            values, nodes = [x for x, _ in given], [n for _, n in given]
-            outs = self.follow(code, values, nodes, own, (*outer, eqn), own_consts)
-            inside.nodes, results[:] = own.nodes, [node for _, node in outs]
-            new = [_typed(x, aval) for (x, _), aval in zip(outs, avals, strict=True)]
-            return new[: len(carry)], (new[len(carry) :], own.values)
-
-        options = {key: eqn.params[key] for key in ("length", "reverse")}
-        first = [_typed(x, aval) for (x, _), aval in zip(start, avals, strict=False)]
-        final, (ys, values) = lax.scan(body, first, [x for x, _ in xs], **options)
-        kept.nodes += inside.nodes
-        kept.values += [x[-1 if eqn.params["reverse"] else 0] for x in values]
+        In the first turn the law breaks first. It is evaluated once more, by itself: values cannot
+        leave a loop. Which branch was taken is known once the step has run.
+        """
+        inside = (*outer, eqn)
+        outs = self._equation(eqn, [x for x, _ in ins])
+        made: list[tuple[Node, ...]] = []
+        if eqn.primitive.name == "cond":
+            for branch in eqn.params["branches"]:
+                code, consts = jax_compat.open_jaxpr(branch)
+                values, nodes = [x for x, _ in ins[1:]], [n for _, n in ins[1:]]
+                made.append(
+                    tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))
+                )
+        else:
+            code, consts, first = _first_turn(eqn, ins)
+            values, nodes = [x for x, _ in first], [n for _, n in first]
+            made = [tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))]
         place, found = self._recording.place(eqn, outer), []
-        for i, (out, node) in enumerate(zip([*final, *ys], results, strict=True)):
-            found.append((out, Node((place, i), () if node is _CONSTANT else (node,))))
-            kept.add(found[-1][1], out)
+        for i, out in enumerate(outs):
+            node = Node((place, i), tuple(nodes[i] for nodes in made if nodes[i] is not _CONSTANT))
+            if eqn.primitive.name == "cond":
+                node.index = ins[0][1]
+            kept.add(node, out)
+            found.append((out, node))
         return found
 
     def _keep(

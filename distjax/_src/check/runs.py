@@ -163,7 +163,7 @@ class Arguments:
         new = [self._leaf(x, count, change) for x in self._leaves]
         return jax.tree.unflatten(self._treedef, new)
 
-    def own_paths(self) -> list[bool]:
+    def are_own(self) -> list[bool]:
         """Returns which leaves are values of each replica's own, and no part of the batch."""
         return [isinstance(x, PerReplica) and x.stacked.shape[0] > 1 for x in self._leaves]
 
@@ -378,6 +378,18 @@ class TracedStep:
 
         self._evaluate = jax.jit(evaluate, compiler_options=_QUICKLY)
 
+    @functools.cached_property
+    def eps(self) -> float:
+        """The rounding of the least precise numbers that it computes with."""
+        kinds = {
+            v.aval.dtype
+            for e in self._found.equations
+            for v in e.outvars
+            if hasattr(v.aval, "dtype")
+        }
+        floats = [k for k in kinds if jnp.issubdtype(k, jnp.inexact)]
+        return max((float(jnp.finfo(k).eps) for k in floats), default=0.0)
+
     @property
     def recording(self) -> Recording:
         """What the trace recorded."""
@@ -423,27 +435,23 @@ class TracedStep:
                 self._trial.hear(finding)
             return True
 
-        own = self._trial.arguments.own_paths()
-        if self._changes_nothing(args, kwargs, own):
-            for x, is_own in zip(_leaves_of(args, kwargs), own, strict=True):
-                if is_own:
-                    recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
+        own = self._trial.arguments.are_own()
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_argument)
+        if len(leaves) == len(own):  # else there are objects among them, which were taken apart
+            for x in (x for x, is_own in zip(leaves, own, strict=True) if is_own):
+                recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
         listening = hooks.listening(
             (hooks.emitters, recording.make_emitter), (hooks.on_finding, hear), is_dry_run=True
         )
         with listening:
             returned = emit(fn, state, args, kwargs)
-        leaves = PartitionedTree(returned, lambda x: is_array(x) or isinstance(x, AlreadyPlaced))
-        arrays = list(map(_array_of, leaves.leaves))
+        is_result = lambda x: is_array(x) or isinstance(x, AlreadyPlaced)
+        arrays = list(map(_array_of, PartitionedTree(returned, is_result).leaves))
         self._known = [(recording.node_at(x), recording.tags_of(x)) for x in arrays]
         written = [state.read(v) for v in state.written]
         self._written = [(recording.node_at(x), recording.tags_of(x)) for x in written]
         kept = tuple(x for x in recording.values if x is not None)
         return returned, kept, list(recording.answers.values())
-
-    @staticmethod
-    def _changes_nothing(args: Any, kwargs: Any, own: Sequence[bool]) -> bool:
-        return any(own) and len(_leaves_of(args, kwargs)) == len(own)
 
     def _results(self, outs: Sequence[Any]) -> dict[Any, Value]:
         """Returns the results by path, and gives the nodes their values."""
@@ -451,6 +459,9 @@ class TracedStep:
         kept = iter(outs[len(known) :])
         for node, value in zip(recording.nodes, recording.values, strict=True):
             node.value = None if value is None else next(kept)
+            if node.index is not None and node.index.value is not None and node.inputs:
+                taken = int(np.clip(np.ravel(node.index.value)[0], 0, len(node.inputs) - 1))
+                node.inputs, node.index = (node.index, node.inputs[taken]), None
         found: dict[Any, Value] = {}
         for (path, varying), array, (node, tags) in zip(
             self._found.results, outs, known, strict=False
@@ -463,10 +474,6 @@ class TracedStep:
                     name, before = self._changes[path]
             found[path] = Value(name, array, varying, before, tags, node)
         return found
-
-
-def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
-    return jax.tree.leaves((args, kwargs), is_leaf=_is_argument)
 
 
 def _array_of(value: PyTree) -> Any:

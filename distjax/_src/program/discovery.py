@@ -350,6 +350,15 @@ class Discovered:
             reached.record(roots, (*self.reads, *self.writes, *self.created))
 
     @property
+    def equations(self) -> Iterator[jax_compat.JaxprEqn]:
+        """The equations of its code, at any depth."""
+        pending = [self._jaxpr]
+        while pending:
+            for eqn in pending.pop().eqns:
+                yield eqn
+                pending += jax_compat.sub_jaxprs(eqn)
+
+    @property
     def constants(self) -> list[Any]:
         """The arrays that the step captured."""
         return self._consts

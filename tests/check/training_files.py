@@ -70,7 +70,7 @@ def digits_with_batch_norm(slip=False):
 
 
 def variational_autoencoder(slip=False):
-    """An ELBO with noise of each replica's own; free bits of the whole batch's KL; weights' mean."""
+    """An ELBO with noise of each replica's own; free bits of the batch's KL; averaged weights."""
     rng = np.random.default_rng(1)
     images = (rng.random((8, 6)) > 0.5).astype(np.float32)
     draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)

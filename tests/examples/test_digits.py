@@ -23,7 +23,6 @@ GLOBAL_BATCH = 64
 EPOCHS = 10
 SEED = 0
 RUNS = [
-    ("train.py", "one_device"),
     ("train.py", "mirrored"),
     ("train.py", "parameter_server"),
     ("functional.py", "mirrored"),

@@ -103,7 +103,7 @@ def assert_close(found, wanted, what):
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_calls_in_any_order(kind):
-    @drawn(4, list(STRATEGIES).index(kind))
+    @drawn(3, list(STRATEGIES).index(kind))
     @given(sequences(), sizes())
     def law(items, by_size):
         strategy = STRATEGIES[kind]()

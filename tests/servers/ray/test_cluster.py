@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import pathlib
-import subprocess
 import sys
 import types
 
@@ -21,6 +20,7 @@ from distjax._src.servers.on_ray.processes import RayWorkers
 from distjax._src.servers.on_ray.wire import Order, ServerGone, StableFunction
 from distjax.errors import ClusterError, UnsupportedError
 from tests.faults.four_parts import is_explained
+from tests.processes.jobs import run_job
 from tests.servers.ray.conftest import make_engine
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -205,6 +205,5 @@ Ray's own settings, which RayEngine() then uses
 
 def test_a_ray_that_was_imported_before_starts_no_cluster():
     """It would listen at all addresses, and ask nobody for a token."""
-    code = [sys.executable, "-c", IMPORTED]
-    found = subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
-    assert found.stdout == TOO_EARLY
+    (ended,) = run_job(IMPORTED, ids=(0,))
+    assert (ended.code, ended.said) == (0, TOO_EARLY)

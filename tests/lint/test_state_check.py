@@ -81,7 +81,7 @@ def test_flax_train_state_that_comes_out_different_raises(pair):
         out = pair.run(diverging_statistics, args=(start, ids(pair)))
     assert str(warned[0].message).endswith(
         "  Got: values that differ per replica at state.batch_stats['mean'].\n"
-        "  Why: each replica keeps the statistics of its own examples.\n"
+        "  Why: each replica keeps what it computed from its own examples.\n"
         "  Fix: nn.BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all "
         "replicas' examples; or, where it is meant: dj.expect(reason, differs=state.batch_stats)"
     )

@@ -33,10 +33,7 @@ from distjax._src.variables.state import MergeState
 from distjax.errors import LocalityWarning, message
 
 #: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
-_CARRIED = frozenset(
-    "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
-    "grad gradient repeated".split()
-)
+_CARRIED = frozenset("mean share ratio repeated clipped grad gradient reduced times_R whole".split())
 #: Facts about live arrays, by identity. The arrays are results of first calls.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
@@ -161,10 +158,11 @@ class Feedback:
 
     def __init__(self, name: str, names: Sequence[str], args: PyTree, kwargs: PyTree):
         self._name, self._names = name, names
-        args, kwargs = without_expectations(tuple(args), kwargs)
-        self._equal = {
-            path: np.shape(leaf) for path, leaf in _leaves((args, kwargs)) if not is_own(leaf)
-        }
+        meant: dict[int, tuple[Any, str]] = {}
+        args, kwargs = without_expectations(tuple(args), kwargs, meant)
+        equal = [(path, leaf) for path, leaf in _leaves((args, kwargs)) if not is_own(leaf)]
+        self._equal = {path: np.shape(leaf) for path, leaf in equal}
+        self._meant = {path: meant[id(leaf)][1] for path, leaf in equal if id(leaf) in meant}
         self._returned: dict[int, tuple[str, Any]] = {}
         self._num_reported = num_reported()
 
@@ -198,7 +196,7 @@ class Feedback:
             if came_back is None:
                 others.append(name)
                 continue
-            _, reason = meant.get(id(_array_of(leaf)), (None, None))
+            _, reason = meant.get(id(_array_of(leaf)), (None, self._meant.get(path)))
             found.setdefault(reason, []).append((name, came_back))
             why = "" if isinstance(leaf, PerReplica) else why
         for reason, pairs in found.items():

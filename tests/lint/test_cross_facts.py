@@ -233,7 +233,10 @@ def test_both_lines_between_runs_are_named(two, wrap):
     with pytest.warns(ReductionWarning, match="a reduction of clipped") as caught:
         step(weights(), inputs(two))
     text = str(caught[0].message)
-    assert line_of(__file__, "the reduction") in text and line_of(__file__, "the clip of a run") in text
+    assert (
+        line_of(__file__, "the reduction") in text
+        and line_of(__file__, "the clip of a run") in text
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReductionWarning)
         step(weights(), inputs(two))  # told once

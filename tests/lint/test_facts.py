@@ -540,3 +540,122 @@ def test_odd_programs_are_walked(two, odd):
     dj.check(
         lambda w, x: (odd(x), mean(odd(x))), weights(), inputs(two), strategy=two, rules_only=True
     )
+
+
+# -- the fixes, to the letter ----------------------------------------------------
+
+
+def _text_of(strategy, step, *args):
+    with pytest.warns(ReductionWarning) as caught:
+        strategy.run(step, args=args)
+    return str(caught[0].message)
+
+
+def test_a_fix_names_what_reduces():
+    s = dj.VirtualStrategy(4)
+    x = inputs(s)
+    means = lambda w, x: gradient(w, x)
+    in_code = lambda w, x: w - 0.1 * total(means(w, x))
+    assert "Fix: ctx.all_reduce('mean', grads); in an optax chain" in _text_of(
+        s, in_code, weights(), x
+    )
+    for op, grads in (("sum", means), ("sum", lambda w, x: mean(means(w, x)))):
+        with s.scope():
+            v = dj.Variable(weights())
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), op)
+        optimizer.init([v])
+
+        def step(x, v=v, optimizer=optimizer, grads=grads):
+            optimizer.apply_gradients([(grads(v.value, x), v)])
+
+        assert _text_of(s, step, x).endswith("Fix: dj.optim.Optimizer(tx, reduce_op='mean')")
+    with s.scope():
+        v = dj.Variable(weights(), name="v", aggregation=SUM)
+    text = _text_of(s, lambda x: v.assign_sub(means(v.value, x)), x)
+    assert text.endswith("Fix: aggregation=dj.VariableAggregation.MEAN for 'v'")
+
+
+def _a_mean_and_a_share(w, x):
+    return 0.3 * loss_of(w, x) + 0.7 * dj.losses.average_loss(errors_of(w, x) ** 2)
+
+
+def _a_mean_and_a_sum_over_a_count(w, x):
+    own = jnp.sum(errors_of(w, x)) / total(jnp.sum(x[:, 0] > -9))
+    return 0.3 * loss_of(w, x) + 0.7 * own
+
+
+@pytest.mark.parametrize("loss", [_a_mean_and_a_share, _a_mean_and_a_sum_over_a_count])
+def test_no_fix_is_told_where_none_helps(loss):
+    """Neither a sum nor a mean is right; `dj.check` tells of these."""
+    s = dj.VirtualStrategy(4)
+    step = lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+    require_silence(s, step, weights(), inputs(s))
+    with pytest.raises(CheckError, match="numbers that depend on the number of replicas"):
+        dj.check(step, weights(), inputs(s), strategy=s)
+
+
+def test_a_quotient_about_local_means_is_told_of_the_means():
+    s = dj.VirtualStrategy(4)
+
+    def r2(w, x):
+        y = x[:, 0]
+        return mean(1 - jnp.sum((x @ w - y) ** 2) / jnp.sum((y - y.mean()) ** 2))
+
+    quotient = lambda w, x: mean(jnp.sum(errors_of(w, x)) / jnp.sum((x[:, 0] - x.mean()) ** 2))
+    text = _text_of(s, quotient, weights(), inputs(s))
+    assert "where a mean that they are computed from is one over the replicas, too" in text
+    s.run(r2, args=(weights(), inputs(s)))
+
+
+# -- code that reaches no result ---------------------------------------------------
+
+
+def test_dead_code_is_silent(two):
+    """A model with dropout that is initialized in a step: its mask is not used."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(linen.Dropout(0.5, deterministic=False)(x))
+
+    def init(x):
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return Net().init(keys, x)
+
+    def apply(x):
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return mean(jnp.mean(Net().init_with_output(keys, x)[0]))
+
+    require_silence(two, init, inputs(two))
+    require_silence(two, jax.jit(init), inputs(two))
+    with pytest.warns(ReductionWarning, match="a key per replica"):
+        two.run(apply, args=(inputs(two),))
+
+
+def test_statistics_that_are_averaged_once_more_are_silent(two):
+    """A synchronized batch norm, and then the mean of its statistics, as in many examples."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        axis: str | None = None
+
+        @linen.compact
+        def __call__(self, x):
+            norm = linen.BatchNorm(use_running_average=False, axis_name=self.axis)
+            return linen.Dense(1)(norm(x))
+
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state["batch_stats"]}
+            out, new = Net(two.axis_name).apply(variables, x, mutable=["batch_stats"])
+            return jnp.mean(out**2), new["batch_stats"]
+
+        grads, statistics = jax.grad(loss, has_aux=True)(state["params"])
+        grads, statistics = jax.lax.pmean((grads, statistics), two.axis_name)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "batch_stats": statistics}
+
+    state = Net().init(jax.random.key(0), np.ones((2, 3), np.float32))
+    require_silence(two, step, state, inputs(two))
+    dj.check(step, state, inputs(two), strategy=two)

@@ -8,8 +8,7 @@ running cannot see (a mask that nobody reads, a batch that is equal on all repli
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +21,14 @@ from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node
 from distjax._src.check.report import describe, finding, fix_text
 from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
-from distjax._src.context import frames
 from distjax._src.context.reporting import STATE, Finding
 from distjax._src.context.scoping import require_strategy
 from distjax._src.diagnostics.explain_step import CutsSteps, Notes, lower_step, require_compiling
 from distjax._src.lint.facts import EQUAL_BATCH
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import (
     function_name,
-    keep_marks,
     positional_names,
     require_callable,
 )

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,7 +62,7 @@ from distjax._src.replica.run import TracedRun
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import is_number
-from distjax.errors import CheckError, ContextError, UnsupportedError, message
+from distjax.errors import ContextError, UnsupportedError, message
 
 #: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]

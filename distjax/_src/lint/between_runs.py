@@ -33,7 +33,9 @@ from distjax._src.variables.state import MergeState
 from distjax.errors import LocalityWarning, message
 
 #: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
-_CARRIED = frozenset("mean share ratio repeated clipped grad gradient reduced times_R whole".split())
+_CARRIED = frozenset(
+    "mean share ratio repeated clipped grad gradient reduced times_R whole".split()
+)
 #: Facts about live arrays, by identity. The arrays are results of first calls.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 

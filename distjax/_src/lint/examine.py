@@ -288,7 +288,7 @@ def check_state(
     args, kwargs = _tree_of(given.partitioned, given.values, facts[0]).children()
     trees = _subtrees(_tree_of(result, results, facts[1]))
     candidates = [tree for tree in trees if not _is_gradient(tree)]
-    is_found = False
+    is_found, is_reduced = False, any(fact.find("gradient") for fact in facts[1])
     for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a single value is not state
             continue
@@ -302,7 +302,7 @@ def check_state(
         others = [user_path(leaf.path, given.names) for leaf in arg.others(before)]
         for reason in dict.fromkeys(reasons):
             own = [i for i, r in enumerate(reasons) if r == reason]
-            of_gradients = any(changed[i][1].fact.find("grad") for i in own)
+            of_gradients = not is_reduced or any(changed[i][1].fact.find("grad") for i in own)
             _report(fn, arg, [paths[i] for i in own], others, reason, of_gradients, is_alone)
     return is_found
 

@@ -119,7 +119,9 @@ def join(a: Fact, b: Fact) -> Fact:
         if zeros.number == 0 and not zeros.tags and other.number is None:
             return other.only(*_OF_SUMS)  # an accumulator at its start, an update that is skipped
     number = a.number if a.number == b.number else None
-    return Fact(a.differs or b.differs, number, a.tags & b.tags)
+    out = Fact(a.differs or b.differs, number, a.tags & b.tags)
+    gradient = a.find("gradient") or b.find("gradient")
+    return out.having(gradient=gradient) if gradient else out
 
 
 def of_literal(value: object) -> Fact:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint import findings
@@ -258,7 +258,7 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         own = own.without("old") if is_transposed else own.without("old", "total")
-        return Fact(True, None, own.tags | other.only("grad", *SCALES).tags)
+        return Fact(True, None, own.tags | other.only("grad", "gradient", *SCALES).tags)
     kept = (*REDUCED, "random", "grad", *SCALES)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
     return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags | base.only("base").tags)
@@ -410,7 +410,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [cases[min(int(which.number), len(cases) - 1)]]
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
     tags = frozenset.intersection(*(c.tags for c in tensors))
-    for name in ("clipped", "size"):
+    for name in ("clipped", "size", "gradient"):
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     out = Fact(any(x.differs for x in ins), None, tags)
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
@@ -492,8 +492,9 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
         return x.having(mean=seed, **({"repeated": repeated} if is_repeated else {}))
     if is_local and is_plain and is_close(x.number, 1.0) and count in walk.leading:
         return x.having(total=(count, 1, seed))
-    is_share = is_plain and is_close(number, count * walk.num_replicas) and not x.find("over_R")
+    is_share = is_plain and is_close(number, count * walk.num_replicas)
     is_share = is_share and not is_close(weight, 1.0)  # R times a share is a mean
+    is_share = is_share and (not x.find("over_R") or is_close(weight * walk.num_replicas, 1.0))
     return x.having(share=seed) if is_share and not findings.writes_replicas(walk, seed) else x
 
 

@@ -111,7 +111,6 @@ class JaxprEmitter:
         values = [_as_traced(x, v) for x, v in zip(values, outs, strict=True)]
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
 
-
     def map_segment(
         self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]
     ) -> list[Any]:

@@ -19,7 +19,7 @@ from distjax._src.context.reporting import STATE, Finding, report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
-from distjax._src.lint.facts import EQUAL, Fact, FactWalk
+from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
 from distjax._src.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
 from distjax._src.lint.rules import RULES
 from distjax._src.placement.topology import Topology
@@ -87,9 +87,7 @@ def examine(
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
     known = recall(value.array) or EQUAL
-    known = known._replace(differs=value.varying or known.differs)
-    is_plain = not (known.differs or known.tags)
-    return known.having(base=f"argument {index}") if is_plain else known
+    return DIFFERS if value.varying or known.differs else EQUAL.having(base=f"argument {index}")
 
 
 def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:

@@ -59,17 +59,8 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
-class SiteRecord(NamedTuple):
-    """The part of a `Site` that outlives its trace."""
-
-    source: str
-    is_mean: bool
-    names: str
-
-
-Where: TypeAlias = Site | SiteRecord
 #: A sum of R equal parts: what made the parts, its site, and the site of the sum.
-Times: TypeAlias = tuple[str, Where, Where]
+Times: TypeAlias = tuple[str, Site, Site]
 
 
 class Fact(NamedTuple):
@@ -168,7 +159,7 @@ class FactWalk(Flow[Fact]):
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
         self.combines = self.gradients_differ = False
-        self.equal_gradients: list[tuple[Where, Where]] = []
+        self.equal_gradients: list[tuple[Site, Site]] = []
         self._calls: list[JaxprEqn] = []
 
     def may_be_batch(self, shape: Sequence[int]) -> bool:
@@ -177,7 +168,7 @@ class FactWalk(Flow[Fact]):
         lengths = [length for length in shape if length > 1]
         return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
 
-    def site(self, eqn: JaxprEqn) -> Where:
+    def site(self, eqn: JaxprEqn) -> Site:
         """Returns the location of an equation."""
         return Site(eqn, self._calls)
 

@@ -6,11 +6,12 @@ import itertools
 import linecache
 import re
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from distjax._src.context.expectation import reason_in
 from distjax._src.context.reporting import Finding
 from distjax._src.jax_compat import JaxprEqn
-from distjax._src.lint.facts import EQUAL_BATCH, Fact, FactWalk, Times, Where, shape_of
+from distjax._src.lint.facts import EQUAL_BATCH, Fact, FactWalk, Site, Times, shape_of
 from distjax._src.user_lines import UNKNOWN, calling_line
 from distjax._src.variables.variable import Variable
 from distjax.errors import message
@@ -31,7 +32,7 @@ _OPTIMIZER = "an optimizer with reduce_op={!r}"
 
 
 def find(
-    walk: FactWalk, rule: str, sites: Sequence[Where], *, needs: str, got: str, why: str, fix: str
+    walk: FactWalk, rule: str, sites: Sequence[Site], *, needs: str, got: str, why: str, fix: str
 ) -> None:
     """Adds a finding, once per rule and line; the first site is the mistake itself."""
     fix = _REPLICA_CALL.sub("strategy.reduce(", fix) if walk.across else fix
@@ -45,18 +46,18 @@ def find(
     walk.found[rule, source] = Finding("warning", rule, text, source, reason)
 
 
-def names_replicas(site: Where) -> bool:
+def names_replicas(site: Site) -> bool:
     """Returns whether the user's line mentions the number of replicas, not merely R's value."""
     return bool(_COUNT.search(_line(site)))
 
 
-def writes_replicas(walk: FactWalk, site: Where) -> bool:
+def writes_replicas(walk: FactWalk, site: Site) -> bool:
     """Returns whether the user's line spells out R, like ``sum / (2 * n)`` where R is 2."""
     number = rf"(?<!\*\*)(?<!\*\* )(?<![\w.]){walk.num_replicas}(\.0?)?(?![\w.])"
     return bool(re.search(number, _line(site)))
 
 
-def _line(site: Where) -> str:
+def _line(site: Site) -> str:
     file, _, line = site.source.split(" (")[0].rpartition(":")
     return linecache.getline(file, int(line)).split("#")[0] if line.isdigit() else ""
 
@@ -96,7 +97,7 @@ UNREDUCIBLE = {
 }
 
 
-def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
+def find_unreducible(walk: FactWalk, site: Site, x: Fact) -> None:
     """Reports values whose sum or mean over the replicas is meaningless."""
     is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
     for name, (rule, needs, got, why, fix) in UNREDUCIBLE.items():
@@ -106,7 +107,7 @@ def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
             find(walk, rule, [site, made], needs=needs, got=got, why=why, fix=fix)
 
 
-def find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:
+def find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
     """Reports a mean of what needs a sum over the replicas."""
     find(
         walk,
@@ -175,9 +176,11 @@ def find_times_r(walk: FactWalk, times: Times, by: Variable | str | None) -> Non
 
 def find_repeated_total(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     """Reports a total over the replicas that is added to each replica's component."""
-    variable, made = written_variable(walk, walk.site(eqn)), amount.find("reduced")
-    is_total = made is not None and made[0] != "averaged"
-    if is_total and variable is not None and variable.aggregation.name == "SUM":
+    variable = written_variable(walk, walk.site(eqn))
+    made: Any = amount.find("reduced")
+    if made is None or made[0] == "averaged":
+        return
+    if variable is not None and variable.aggregation.name == "SUM":
         find(
             walk,
             "a total counted by every replica",
@@ -232,7 +235,7 @@ def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> No
 # -- variables and optimizers -------------------------------------------------
 
 
-def written_variable(walk: FactWalk, site: Where) -> Variable | None:
+def written_variable(walk: FactWalk, site: Site) -> Variable | None:
     """Returns the variable that an operation writes, or None."""
     if not walk.written:
         return None
@@ -240,7 +243,7 @@ def written_variable(walk: FactWalk, site: Where) -> Variable | None:
     return walk.written.get(int(found[1])) if found else None
 
 
-def find_dropped_updates(walk: FactWalk, site: Where, variable: Variable) -> None:
+def find_dropped_updates(walk: FactWalk, site: Site, variable: Variable) -> None:
     """Reports an update of which only replica 0's is used."""
     find(
         walk,
@@ -253,7 +256,7 @@ def find_dropped_updates(walk: FactWalk, site: Where, variable: Variable) -> Non
     )
 
 
-def find_local_training(walk: FactWalk, variable: Variable, grad: Where) -> None:
+def find_local_training(walk: FactWalk, variable: Variable, grad: Site) -> None:
     """Reports gradients that are written to a component of each replica's own."""
     find(
         walk,
@@ -267,7 +270,7 @@ def find_local_training(walk: FactWalk, variable: Variable, grad: Where) -> None
     )
 
 
-def find_old_value_summed(walk: FactWalk, site: Where, variable: Variable) -> None:
+def find_old_value_summed(walk: FactWalk, site: Site, variable: Variable) -> None:
     """Reports a sum over the replicas of the value that the variable already has."""
     find(
         walk,

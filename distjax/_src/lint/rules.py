@@ -31,7 +31,7 @@ from distjax._src.lint.facts import (
     EQUAL,
     Fact,
     FactWalk,
-    Where,
+    Site,
     shape_of,
     size_of,
     unknown,
@@ -65,7 +65,7 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return out.having(gradient=grad) if grad else out
 
 
-def _sum_of(walk: FactWalk, site: Where, x: Fact) -> Fact:
+def _sum_of(walk: FactWalk, site: Site, x: Fact) -> Fact:
     out = EQUAL.having(reduced=("summed", site))
     if x.differs:
         walk.mixes |= not _is_gradient(walk, x)
@@ -89,7 +89,7 @@ def _is_gradient(walk: FactWalk, x: Fact) -> bool:
     return is_gradient
 
 
-def _summed_in_derivative(walk: FactWalk, site: Where, x: Fact) -> Fact:
+def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
     """Returns the fact of a cotangent summed over the replicas."""
     if x.number is not None:  # of a mean over the replicas, the sum makes 1 of 1/R again
         out = Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
@@ -118,7 +118,7 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return averaged
 
 
-def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact) -> Fact:
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
         if x.find("data") and x.find("grad") and variable.trainable:
@@ -229,7 +229,7 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
     is_tagged = any(x.find(name) for name in UNTIL_DIVIDED)
     is_named = is_tagged and findings.names_replicas(walk.site(eqn))
     if is_close(factor, 1 / count):
-        is_rate = eqn is not None and eqn.primitive.name == "mul" and x.find("whole")
+        is_rate = eqn.primitive.name == "mul" and x.find("whole")
         return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
         return x.without("share", "total", *([] if x.find("times_R") else ["reduced"]))

@@ -343,7 +343,7 @@ def test_a_parameter_that_only_a_penalty_depends_on(order):
     def outside(params, x):
         return descended(params, s.reduce("mean", s.run(gradients, args=(params, x))))
 
-    assert dj.check(outside, params, inputs(s)) is None
+    assert dj.check(outside, params, inputs(s), rules_only=True) is None
     with s.scope():
         variables = jax.tree.map(dj.Variable, params)
     optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")

@@ -217,8 +217,8 @@ def weight_over_the_replicas(s):
     return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
 
 
-def _accumulated(w, x, weight=1.0):
-    loss = lambda w, x: weight * loss_of(w, x)
+def _accumulated(w, x, weigh=lambda loss: loss):
+    loss = lambda w, x: weigh(loss_of(w, x))
     halves = x.reshape(2, -1, x.shape[-1])
     grads, _ = jax.lax.scan(
         lambda sum_, x: (sum_ + jax.grad(loss)(w, x), None), jnp.zeros_like(w), halves
@@ -232,13 +232,12 @@ def microbatches_divided_after_the_sum(s):
 
 
 def microbatches_times_a_share_of_all(s):
-    part = 1 / (2 * s.num_replicas_in_sync)
-    return lambda w, x: w - 0.1 * (total(_accumulated(w, x)) * part)
+    return lambda w, x: w - 0.1 * (total(_accumulated(w, x)) * (0.5 / s.num_replicas_in_sync))
 
 
 def microbatches_weighted_in_the_loss(s):
-    part = 1 / (2 * s.num_replicas_in_sync)
-    return lambda w, x: w - 0.1 * total(_accumulated(w, x, part))
+    weigh = lambda loss: loss / (2 * s.num_replicas_in_sync)
+    return lambda w, x: w - 0.1 * total(_accumulated(w, x, weigh))
 
 
 def component_beside_an_argument(s):
@@ -304,7 +303,7 @@ def test_factors_are_told_from_the_number_of_replicas(trap):
 
 def findings(step, *args, strategy):
     with pytest.raises(CheckError) as info:
-        dj.check(step, *args, strategy=strategy)
+        dj.check(step, *args, strategy=strategy, rules_only=True)
     return info.value.findings
 
 
@@ -340,7 +339,7 @@ def test_a_block_in_the_step_is_meant(two):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReductionWarning)
         two.run(step, args=args)
-    dj.check(step, *args, strategy=two)
+    dj.check(step, *args, strategy=two, rules_only=True)
     [finding] = dj.explain(step, *args, strategy=two).findings
     assert finding.expected == "clipped by replica, as in the paper"
 
@@ -385,7 +384,7 @@ def test_state_that_is_meant_to_differ_is_wrapped_as_the_text_says(two):
     [finding] = findings(step, state, inputs(two), strategy=two)
     assert finding.text.endswith("dj.expect(reason, differs=state['seen'])")
     meant = state | {"seen": dj.expect("statistics of local batches", differs=state["seen"])}
-    dj.check(step, meant, inputs(two), strategy=two)
+    dj.check(step, meant, inputs(two), strategy=two, rules_only=True)
 
     def forgetful(state, x):
         w = state["w"] - 0.1 * gradient(state["w"], x)
@@ -438,9 +437,11 @@ def test_parameters_averaged_after_adam_are_told_of_its_normalization(two):
 
 def test_a_read_mask_is_enough(two):
     step = lambda w, batch: total(dj.losses.average_loss(errors_of(w, batch.data), batch.mask))
-    dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
+    dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two, rules_only=True)
     only_outputs = lambda w, batch: batch.data @ w
-    dj.check(only_outputs, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
+    dj.check(
+        only_outputs, weights(), dj.Batch(inputs(two), masks(two)), strategy=two, rules_only=True
+    )
 
 
 def test_metrics_of_flax_read_masks_too(two):
@@ -457,22 +458,25 @@ def test_metrics_of_flax_read_masks_too(two):
 def test_what_is_read_of_an_object_is_no_update_of_it(two):
     """Its state is updated in place; that of an array beside it, by a result."""
     linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    dj.check(lambda m, x: m.kernel[...] + x.sum(), linear, inputs(two), strategy=two)
+    dj.check(
+        lambda m, x: m.kernel[...] + x.sum(), linear, inputs(two), strategy=two, rules_only=True
+    )
     with pytest.raises(CheckError, match="(?s)1 note.*an update of w that differs"):
         dj.check(
             lambda m, w, x: (m.kernel[...] + x.sum(), w + x.sum()),
             *(linear, weights(), inputs(two)),
             strategy=two,
+            rules_only=True,
         )
 
 
-@pytest.mark.parametrize("weight", [0.5, 0.3, 3.0])
+@pytest.mark.parametrize("weight", [0.5, 0.3, 3.0, 0.05, 0.01, 0.125])
 @pytest.mark.parametrize("gradients", ["whole", "accumulated"])
 def test_a_weight_does_not_hide_a_sum_of_means(weight, gradients):
     four = dj.VirtualStrategy(4)
     compute = jax.grad(lambda w, x: weight * loss_of(w, x))
     if gradients == "accumulated":
-        compute = lambda w, x: _accumulated(w, x, weight) / 2
+        compute = lambda w, x: _accumulated(w, x, lambda loss: weight * loss)
 
     def step(w, x):
         grads = ctx().all_reduce("sum", compute(w, x))  # the sum
@@ -488,7 +492,7 @@ def test_one_replica_is_looked_at_as_one_of_several():
     step = lambda w, x: w - 0.1 * total(gradient(w, x))
     x = one.distribute_values_from_function(lambda _: np.ones((BATCH, 3), np.float32))
     with pytest.raises(dj.errors.CheckError, match="one replica hides it; with more, the sum"):
-        dj.check(step, weights(), x, strategy=one)
+        dj.check(step, weights(), x, strategy=one, rules_only=True)
 
 
 def test_why_a_value_is_equal_or_not(two):
@@ -533,4 +537,125 @@ def test_explanations_are_json_too(two):
     ],
 )
 def test_odd_programs_are_walked(two, odd):
-    dj.check(lambda w, x: (odd(x), mean(odd(x))), weights(), inputs(two), strategy=two)
+    dj.check(
+        lambda w, x: (odd(x), mean(odd(x))), weights(), inputs(two), strategy=two, rules_only=True
+    )
+
+
+# -- the fixes, to the letter ----------------------------------------------------
+
+
+def _text_of(strategy, step, *args):
+    with pytest.warns(ReductionWarning) as caught:
+        strategy.run(step, args=args)
+    return str(caught[0].message)
+
+
+def test_a_fix_names_what_reduces():
+    s = dj.VirtualStrategy(4)
+    x = inputs(s)
+    means = lambda w, x: gradient(w, x)
+    in_code = lambda w, x: w - 0.1 * total(means(w, x))
+    assert "Fix: ctx.all_reduce('mean', grads); in an optax chain" in _text_of(
+        s, in_code, weights(), x
+    )
+    for op, grads in (("sum", means), ("sum", lambda w, x: mean(means(w, x)))):
+        with s.scope():
+            v = dj.Variable(weights())
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), op)
+        optimizer.init([v])
+
+        def step(x, v=v, optimizer=optimizer, grads=grads):
+            optimizer.apply_gradients([(grads(v.value, x), v)])
+
+        assert _text_of(s, step, x).endswith("Fix: dj.optim.Optimizer(tx, reduce_op='mean')")
+    with s.scope():
+        v = dj.Variable(weights(), name="v", aggregation=SUM)
+    text = _text_of(s, lambda x: v.assign_sub(means(v.value, x)), x)
+    assert text.endswith("Fix: aggregation=dj.VariableAggregation.MEAN for 'v'")
+
+
+def _a_mean_and_a_share(w, x):
+    return 0.3 * loss_of(w, x) + 0.7 * dj.losses.average_loss(errors_of(w, x) ** 2)
+
+
+def _a_mean_and_a_sum_over_a_count(w, x):
+    own = jnp.sum(errors_of(w, x)) / total(jnp.sum(x[:, 0] > -9))
+    return 0.3 * loss_of(w, x) + 0.7 * own
+
+
+@pytest.mark.parametrize("loss", [_a_mean_and_a_share, _a_mean_and_a_sum_over_a_count])
+def test_no_fix_is_told_where_none_helps(loss):
+    """Neither a sum nor a mean is right; `dj.check` tells of these."""
+    s = dj.VirtualStrategy(4)
+    step = lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+    require_silence(s, step, weights(), inputs(s))
+    with pytest.raises(CheckError, match="numbers that depend on the number of replicas"):
+        dj.check(step, weights(), inputs(s), strategy=s)
+
+
+def test_a_quotient_about_local_means_is_told_of_the_means():
+    s = dj.VirtualStrategy(4)
+
+    def r2(w, x):
+        y = x[:, 0]
+        return mean(1 - jnp.sum((x @ w - y) ** 2) / jnp.sum((y - y.mean()) ** 2))
+
+    quotient = lambda w, x: mean(jnp.sum(errors_of(w, x)) / jnp.sum((x[:, 0] - x.mean()) ** 2))
+    text = _text_of(s, quotient, weights(), inputs(s))
+    assert "where a mean that they are computed from is one over the replicas, too" in text
+    s.run(r2, args=(weights(), inputs(s)))
+
+
+# -- code that reaches no result ---------------------------------------------------
+
+
+def test_dead_code_is_silent(two):
+    """A model with dropout that is initialized in a step: its mask is not used."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(linen.Dropout(0.5, deterministic=False)(x))
+
+    def init(x):
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return Net().init(keys, x)
+
+    def apply(x):
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return mean(jnp.mean(Net().init_with_output(keys, x)[0]))
+
+    require_silence(two, init, inputs(two))
+    require_silence(two, jax.jit(init), inputs(two))
+    with pytest.warns(ReductionWarning, match="a key per replica"):
+        two.run(apply, args=(inputs(two),))
+
+
+def test_statistics_that_are_averaged_once_more_are_silent(two):
+    """A synchronized batch norm, and then the mean of its statistics, as in many examples."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Net(linen.Module):
+        axis: str | None = None
+
+        @linen.compact
+        def __call__(self, x):
+            norm = linen.BatchNorm(use_running_average=False, axis_name=self.axis)
+            return linen.Dense(1)(norm(x))
+
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state["batch_stats"]}
+            out, new = Net(two.axis_name).apply(variables, x, mutable=["batch_stats"])
+            return jnp.mean(out**2), new["batch_stats"]
+
+        grads, statistics = jax.grad(loss, has_aux=True)(state["params"])
+        grads, statistics = jax.lax.pmean((grads, statistics), two.axis_name)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "batch_stats": statistics}
+
+    state = Net().init(jax.random.key(0), np.ones((2, 3), np.float32))
+    require_silence(two, step, state, inputs(two))
+    dj.check(step, state, inputs(two), strategy=two)

@@ -138,3 +138,8 @@ def test_nothing_is_kept_alive(pair):
     del out
     gc.collect()
     assert kept() is None
+
+
+def test_a_lone_array_is_meant_to_differ_from_the_first_call_on(pair, silent):
+    w = pair.run(lone, args=(dj.expect("local training", differs=START), ids(pair)))
+    loop(lambda w, x: pair.run(lone, args=(w, x)), w, lambda out: out, ids(pair))

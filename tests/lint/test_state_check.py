@@ -81,7 +81,7 @@ def test_flax_train_state_that_comes_out_different_raises(pair):
         out = pair.run(diverging_statistics, args=(start, ids(pair)))
     assert str(warned[0].message).endswith(
         "  Got: values that differ per replica at state.batch_stats['mean'].\n"
-        "  Why: each replica keeps the statistics of its own examples.\n"
+        "  Why: each replica keeps what it computed from its own examples.\n"
         "  Fix: nn.BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all "
         "replicas' examples; or, where it is meant: dj.expect(reason, differs=state.batch_stats)"
     )
@@ -146,3 +146,43 @@ def test_a_function_of_nothing_returns_numbers_of_the_code(pair):
     assert pair.run(lambda: (jnp.float32(1), None))[0] == 1
     out = pair.run(lambda: jnp.float32(2))
     assert out == 2
+
+
+def test_statistics_that_differ_are_not_told_to_reduce_gradients(pair):
+    """Every gradient is reduced; the smallest part that differs is named, and it silences."""
+
+    def step(state, x):
+        grads = jax.grad(lambda w: jnp.mean((w * x - 1) ** 2))(state["w"])
+        grads = dj.get_replica_context().all_reduce("mean", grads)
+        seen = {"mean": 0.9 * state["seen"]["mean"] + 0.1 * x}
+        return {"w": state["w"] - grads, "seen": seen}
+
+    state = {"w": jnp.ones(2), "seen": {"mean": jnp.zeros(2)}}
+    with pytest.warns(LocalityWarning) as warned:
+        pair.run(step, args=(state, ids(pair)))
+    assert str(warned[0].message).endswith(
+        "  Why: each replica keeps what it computed from its own examples.\n"
+        "  Fix: x = dj.get_replica_context().all_reduce('mean', x) of the statistic, or of the "
+        "loss that decides on the update, before it is used; or, where it is meant: "
+        "dj.expect(reason, differs=state['seen'])"
+    )
+    meant = state | {"seen": dj.expect("statistics of each replica", differs=state["seen"])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalityWarning)
+        pair.run(step, args=(meant, ids(pair)))
+
+
+def test_what_is_expected_of_a_train_state(pair):
+    train_state = pytest.importorskip("flax.training.train_state")
+    optax = pytest.importorskip("optax")
+    params = {"w": jnp.ones(2)}
+    start = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def local(state, x):
+        return state.apply_gradients(grads={"w": state.params["w"] * x})
+
+    with pytest.raises(LocalityError, match=r"dj.expect\(reason, differs=state.params\)"):
+        pair.run(local, args=(start, ids(pair)))
+    meant = start.replace(params=dj.expect("local training", differs=start.params))
+    out = pair.run(local, args=(meant, ids(pair)))
+    assert isinstance(out.params["w"], dj.PerReplica)

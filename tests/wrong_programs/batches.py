@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tests.wrong_programs.program import (
+    RUN,
+    SILENT,
     WARNING,
     Case,
     ctx,
@@ -71,7 +73,13 @@ def _noisy(s, right, noise_of):
     return update(s, reduced)
 
 
-@program(WARNING, MEANS, LEGAL_SUM, more=True)
+@program(
+    WARNING,
+    MEANS,
+    LEGAL_SUM,
+    more=True,
+    unequal="each replica adds the noise once: less of it for more replicas",
+)
 def sum_of_means_with_equal_noise(s, right):
     return _noisy(s, right, lambda w: jax.random.normal(jax.random.key(0), w.shape))
 
@@ -117,7 +125,7 @@ def sum_through_the_derivative_of_a_gather(s, right):
     return update(s, lambda w, x: (mean if right else total)(jax.grad(loss)(w, x)))
 
 
-@program(WARNING, MEANS, LEGAL_SUM, more=True)
+@program(SILENT, "", RUN, more=True)
 def sum_of_one_loss_of_a_gathered_batch(s, right):
     """Each replica computes the same loss of all rows, R times in all."""
 
@@ -139,7 +147,7 @@ def sum_over_own_rows_beside_a_completed_batch(s, right):
     return update(s, lambda w, x: (mean if right else total)(jax.grad(loss)(w, x)))
 
 
-@program(WARNING, CURVED, "a mean of local values may be meant", more=True)
+@program(SILENT, "", RUN, more=True)
 def perplexity_of_local_frequencies(s, right):
     """How many codes are used, by the entropy of how often each is."""
 

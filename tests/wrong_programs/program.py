@@ -18,8 +18,10 @@ SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
 BATCH, FEATURES = 4, 3
 
-#: How a program is found, most plainly first: by the plain run, by `dj.check` alone, not at all.
-ERROR, WARNING, NOTE, SILENT = "error", "warning", "note", "silent"
+#: What a plain run says of a program.
+ERROR, WARNING, SILENT = "error", "warning", "silent"
+#: Why it says nothing of a program that `dj.check` finds, which runs it.
+RUN = "where its numbers are wrong is told by running it for one replica, too"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,11 @@ class Program:
 
     Attributes:
       build: ``build(strategy, is_right) -> Case``.
-      level: the level at which the wrong version is found.
+      level: the level at which a plain run tells of the wrong version.
       rule: the rule of a finding, or a part of an error's text.
       why: why the level is not higher.
+      unseen: why `dj.check` finds nothing, either; "": it does.
+      unequal: why the right version depends on the number of replicas, too; "": it does not.
       origin: "faults" (the list of 42) or "more".
       is_outside: whether the mistake is outside of the step, where `dj.check` does not look.
     """
@@ -58,6 +62,8 @@ class Program:
     why: str
     origin: str
     is_outside: bool
+    unseen: str
+    unequal: str
 
     @property
     def name(self) -> str:
@@ -68,12 +74,20 @@ TABLE: list[Program] = []
 
 
 def program(
-    level: str, rule: str = "", why: str = "", *, more: bool = False, outside: bool = False
+    level: str,
+    rule: str = "",
+    why: str = "",
+    *,
+    more: bool = False,
+    outside: bool = False,
+    unseen: str = "",
+    unequal: str = "",
 ):
     """Adds a builder to the table."""
 
     def add(build: Callable[[Any, bool], Case]) -> Callable[[Any, bool], Case]:
-        TABLE.append(Program(build, level, rule, why, "more" if more else "faults", outside))
+        origin = "more" if more else "faults"
+        TABLE.append(Program(build, level, rule, why, origin, outside, unseen, unequal))
         return build
 
     return add
@@ -146,19 +160,19 @@ def run_plainly(strategy: Any, case: Case) -> tuple[str, str]:
     return (WARNING, "\n".join(texts)) if texts else (SILENT, "")
 
 
-def check(strategy: Any, case: Case) -> tuple[Any, ...]:
+def check(strategy: Any, case: Case, **options: Any) -> tuple[Any, ...]:
     """Returns what `dj.check` finds."""
     try:
-        dj.check(case.step, *case.args, strategy=None if case.runs else strategy)
+        dj.check(case.step, *case.args, strategy=None if case.runs else strategy, **options)
     except CheckError as error:
         return error.findings
     return ()
 
 
 def require_silence(strategy, step, *args):
-    """Asserts that neither a run of `step` nor `dj.check` has a word to say."""
+    """Asserts that neither a run of `step` nor a look at its trace has a word to say."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReductionWarning)
         warnings.simplefilter("error", LocalityWarning)
         strategy.run(step, args=args)
-    assert dj.check(step, *args, strategy=strategy) is None
+    assert dj.check(step, *args, strategy=strategy, rules_only=True) is None

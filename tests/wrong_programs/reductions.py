@@ -7,8 +7,7 @@ import optax
 
 import distjax as dj
 from tests.wrong_programs.program import (
-    BATCH,
-    NOTE,
+    RUN,
     SILENT,
     WARNING,
     Case,
@@ -54,7 +53,7 @@ def sum_after_mean(s, right):
     return _update(s, lambda w, x: mean(gradient(w, x)) if right else total(mean(gradient(w, x))))
 
 
-@program(NOTE, "averaged twice", "it costs time and changes nothing")
+@program(SILENT, "", RUN, unseen="it changes no number")
 def mean_after_mean(s, right):
     return _update(s, lambda w, x: mean(gradient(w, x)) if right else mean(mean(gradient(w, x))))
 
@@ -66,11 +65,7 @@ def one_batch_for_all(s, right):
     return Case(lambda w, x: w - 0.1 * mean(gradient(w, x)), (weights(), batch), first_argument)
 
 
-@program(
-    NOTE,
-    "divided by the number of replicas twice",
-    "a small rate may be meant; where the rate is divided outside of the step nothing shows it",
-)
+@program(SILENT, "", RUN)
 def rate_over_the_replicas_twice(s, right):
     def reduced(w, x):
         grads = mean(gradient(w, x))
@@ -107,7 +102,7 @@ def clip_before_the_reduction_in_a_chain(s, right):
     return _update(s, reduced)
 
 
-@program(WARNING, NORM, "a mean of norms may be meant")
+@program(SILENT, "", RUN)
 def norm_of_local_gradients(s, right):
     def step(w, x):
         grads = gradient(w, x)
@@ -122,10 +117,11 @@ def norm_of_local_gradients(s, right):
     "",
     "it trains as one device would, and a reduction may be meant to overlap with what is next; "
     "dj.explain lists the reduction in the loop",
+    unseen="it changes no number",
 )
 def accumulator_reduced_at_every_microbatch(s, right):
     def step(w, x):
-        halves = x.reshape(2, BATCH // 2, -1)
+        halves = x.reshape(2, -1, x.shape[-1])
         once = lambda grads: grads if right else mean(grads)
         add = lambda a, x: (a + once(gradient(w, x)), None)
         grads, _ = jax.lax.scan(add, jnp.zeros_like(w), halves)
@@ -137,7 +133,13 @@ def accumulator_reduced_at_every_microbatch(s, right):
 # -- more ----------------------------------------------------------------------
 
 
-@program(WARNING, MEANS, LEGAL_SUM, more=True)
+@program(
+    WARNING,
+    MEANS,
+    LEGAL_SUM,
+    more=True,
+    unseen="Adam's first step is the same for any multiple of the gradient",
+)
 def sum_for_mean_in_adam(s, right):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
 
@@ -200,14 +202,14 @@ def mean_of_shares(s, right):
 
 @program(WARNING, SHARE, "a small rate may be meant", more=True)
 def mean_of_masked_shares(s, right):
-    op, mask = "sum" if right else "mean", np.arange(BATCH) < 3
-    return _update(s, lambda w, x: ctx().all_reduce(op, _share(w, x, mask=mask + 0 * x[:, 0])))
+    op = "sum" if right else "mean"
+    return _update(s, lambda w, x: ctx().all_reduce(op, _share(w, x, mask=x[:, 0] > -1)))
 
 
 @program(WARNING, SHARE, "a small rate may be meant", more=True)
 def mean_over_a_global_batch(s, right):
-    size, op = BATCH * s.num_replicas_in_sync, "sum" if right else "mean"
-    share = lambda w, x: jnp.sum(errors_of(w, x)) / size
+    op = "sum" if right else "mean"
+    share = lambda w, x: jnp.sum(errors_of(w, x)) / (x.shape[0] * ctx().num_replicas_in_sync)
     return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(share)(w, x)))
 
 
@@ -232,7 +234,7 @@ def gathered_and_summed(s, right):
     return _update(s, reduced)
 
 
-@program(NOTE, "averaged twice", "it costs time and changes nothing", more=True)
+@program(SILENT, "", RUN, more=True, unseen="it changes no number")
 def chain_that_reduces_what_is_reduced(s, right):
     tx = optax.chain(dj.optim.reduce_gradients("mean"), optax.sgd(0.1))
 
@@ -243,7 +245,7 @@ def chain_that_reduces_what_is_reduced(s, right):
     return _update(s, reduced)
 
 
-@program(NOTE, "divided by the number of replicas twice", "a small rate may be meant", more=True)
+@program(SILENT, "", RUN, more=True)
 def pmean_over_the_replicas(s, right):
     def reduced(w, x):
         grads = jax.lax.pmean(gradient(w, x), dj.REPLICA_AXIS)
@@ -307,7 +309,13 @@ def one_key_in_a_loop(s, right):
     return _noisy(s, right, noise)
 
 
-@program(SILENT, "", "a rate is a number: how it was made leaves nothing in the trace", more=True)
+@program(
+    SILENT,
+    "",
+    "a rate is a number: how it was made leaves nothing in the trace",
+    more=True,
+    unseen="the step is given a number",
+)
 def rate_divided_outside(s, right):
     rate = 0.1 if right else 0.1 / s.num_replicas_in_sync
     step = lambda w, x: w - rate * mean(gradient(w, x))
@@ -326,7 +334,7 @@ def sum_of_means_of_cross_entropies(s, right):
     op = "mean" if right else "sum"
 
     def loss(w, x):
-        labels = jnp.zeros(BATCH, int)
+        labels = jnp.zeros(x.shape[0], int)
         return optax.softmax_cross_entropy_with_integer_labels(x * w, labels).mean()
 
     return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(loss)(w, x)))
@@ -344,3 +352,25 @@ def mean_of_gradients_of_a_summed_mean(s, right):
     op = "mean" if right else "sum"
     loss = lambda w, x: ctx().all_reduce(op, loss_of(w, x))
     return _update(s, lambda w, x: mean(jax.grad(loss)(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_gradients_of_an_averaged_loss(s, right):
+    """The derivative of the mean over the replicas is each replica's own mean."""
+    op = "mean" if right else "sum"
+    loss = lambda w, x: mean(loss_of(w, x))
+    return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(loss)(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def psum_of_gradients_of_a_pmean(s, right):
+    reduce = jax.lax.pmean if right else jax.lax.psum
+    loss = lambda w, x: jax.lax.pmean(jnp.mean(jnp.tanh(x @ w) ** 2), dj.REPLICA_AXIS)
+    return _update(s, lambda w, x: reduce(jax.grad(loss)(w, x), dj.REPLICA_AXIS))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_weighted_gradients(s, right):
+    """0.05 is no 1 / (5 * 4)."""
+    reduce = mean if right else total
+    return _update(s, lambda w, x: 0.05 * reduce(jax.grad(lambda w: 0.25 * loss_of(w, x))(w)))

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from tests.wrong_programs import (  # noqa: F401
 )
 from tests.wrong_programs.program import (
     ERROR,
-    NOTE,
     SILENT,
     TABLE,
     WARNING,
@@ -36,67 +34,71 @@ from tests.wrong_programs.program import (
     total,
 )
 
-FOLDER = str(Path(__file__).parent)
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+CHECKED = pytest.mark.parametrize(
+    "row", [row for row in TABLE if not row.is_outside], ids=lambda row: row.name
+)
 
 
 @pytest.fixture(scope="module")
-def two():
-    return dj.VirtualStrategy(2)
+def three():
+    """No number in the programs is R, or a part of it."""
+    return dj.VirtualStrategy(3)
 
 
 @ROWS
-def test_a_wrong_program_is_found_at_its_level(two, row):
-    level, text = run_plainly(two, row.build(two, False))
-    assert (NOTE if level == SILENT and row.level == NOTE else level) == row.level, text
+def test_what_a_plain_run_says_of_a_wrong_program(three, row):
+    level, text = run_plainly(three, row.build(three, False))
+    assert level == row.level, text
     if level != SILENT:
         is_found = re.search(row.rule, text) if level == ERROR else "Fix: " in text
         assert is_found or row.rule == "state that comes back different", text
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in TABLE if not row.is_outside], ids=lambda row: row.name
-)
-def test_a_wrong_program_is_checked(two, row):
+@CHECKED
+def test_a_wrong_program_is_checked(three, row):
     if row.level == ERROR and row.rule != "state that comes back different":
         with pytest.raises((ValueError, RuntimeError), match=row.rule):
-            check(two, row.build(two, False))
+            check(three, row.build(three, False))
         return
-    found = check(two, row.build(two, False))
-    assert bool(found) == (row.level != SILENT), found
-    if found:
-        [finding] = [f for f in found if f.rule == row.rule] or [None]
-        assert finding is not None, [f.rule for f in found]
-        assert finding.source.startswith(FOLDER)  # the user's line, not ours
-        assert "\n  Fix: " in finding.text
+    found = check(three, row.build(three, False))
+    assert bool(found) != bool(row.unseen), found
+    assert all("\n  Fix: " in finding.text for finding in found)
 
 
 @ROWS
-def test_the_right_version_is_silent(two, row):
-    case = row.build(two, True)
-    assert run_plainly(two, case) == (SILENT, "")
-    assert check(two, case) == ()
+def test_a_plain_run_of_the_right_version_is_silent(three, row):
+    assert run_plainly(three, row.build(three, True)) == (SILENT, "")
+
+
+@CHECKED
+def test_the_right_version_is_checked(three, row):
+    assert bool(check(three, row.build(three, True))) == bool(row.unequal)
 
 
 def test_how_many_are_found():
-    levels = [row.level for row in TABLE]
-    loud = sum(level in (ERROR, WARNING) for level in levels)
-    assert len(levels) >= 82
-    assert 1 - levels.count(SILENT) / len(levels) >= 0.85
-    assert loud / len(levels) >= 0.55
+    loud = sum(row.level in (ERROR, WARNING) for row in TABLE)
+    checked = sum(not row.unseen for row in TABLE)
+    assert len(TABLE) >= 141
+    assert loud / len(TABLE) >= 0.7
+    assert checked / len(TABLE) >= 0.9
     assert all(row.why for row in TABLE if row.level != ERROR)
 
 
 # -- one replica ----------------------------------------------------------------
 
 #: What the trace of one replica cannot tell: a total divided by a number may be divided by the
-#: local or by the global batch, which are of one size; and a batch from the host is its own.
+#: local or by the global batch, which are of one size; a batch from the host is its own; and a
+#: factor of 1, as that of a clip by norm 1, may be 1/R.
 UNKNOWN_ALONE = frozenset(
     "sum_of_means_with_equal_noise sum_of_means_with_noise_of_each_replica "
     "sum_over_the_local_batch_size sum_by_example_over_the_local_batch_size "
     "sum_of_what_was_divided_by_the_local_batch_size mean_loss_into_an_optimizer_that_sums "
-    "mean_over_a_global_batch sum_of_what_was_made_for_a_mean one_batch_for_all".split()
+    "mean_over_a_global_batch sum_of_what_was_made_for_a_mean one_batch_for_all "
+    "sum_for_mean_in_adam".split()
 )
+#: Shares are not told from means, either.
+SHARE = "a share averaged"
 #: What is an error with several replicas, and works with one: a bare value, or a Flax TrainState.
 LEGAL_ALONE = frozenset("number_of_a_value_per_replica truth_of_a_value_per_replica".split())
 
@@ -108,22 +110,20 @@ def alone():
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in TABLE if not row.is_outside and row.level in (WARNING, NOTE)],
+    [row for row in TABLE if not row.is_outside and row.level == WARNING],
     ids=lambda row: row.name,
 )
 def test_one_replica_hides_no_mistake_that_its_trace_shows(alone, row):
-    rules = [finding.rule for finding in check(alone, row.build(alone, False))]
-    assert (row.rule in rules) == (row.name not in UNKNOWN_ALONE), rules
+    rules = [f.rule for f in check(alone, row.build(alone, False), rules_only=True)]
+    assert (row.rule in rules) == (row.name not in UNKNOWN_ALONE and row.rule != SHARE), rules
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in TABLE if not row.is_outside], ids=lambda row: row.name
-)
-def test_the_right_version_is_silent_on_one_replica(alone, row):
+@CHECKED
+def test_a_plain_run_of_the_right_version_is_silent_on_one_replica(alone, row):
     for strategy in (alone, dj.OneDeviceStrategy()):
         with warnings.catch_warnings():
             warnings.simplefilter("error", LocalityWarning)
-            assert check(strategy, row.build(strategy, True)) == ()
+            assert check(strategy, row.build(strategy, True), rules_only=True) == ()
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.is_outside], ids=lambda row: row.name)
@@ -176,5 +176,5 @@ def test_the_default_strategy_stays_silent(recwarn):
     (x,) = dj.get_strategy().distribute_dataset([np.ones((4, 3), np.float32)])
     w = np.ones(3, np.float32)
     step(step(w, x), x)
-    assert dj.check(step, w, x) is None
+    assert dj.check(step, w, x, rules_only=True) is None
     assert [w for w in recwarn if issubclass(w.category, (LocalityWarning, ReductionWarning))] == []

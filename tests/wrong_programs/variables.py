@@ -10,9 +10,9 @@ from tests.wrong_programs.program import (
     ERROR,
     FIRST,
     MEAN,
-    NOTE,
     ON_READ,
     ON_WRITE,
+    RUN,
     SILENT,
     SUM,
     WARNING,
@@ -64,7 +64,8 @@ def _optimized(s, op, grads):
 
 @program(WARNING, TWICE, LEGAL_SUM)
 def mean_into_an_optimizer_that_sums(s, right):
-    return _optimized(s, "sum", lambda w, x: gradient(w, x) / 2 if right else mean(gradient(w, x)))
+    share = lambda w, x: gradient(w, x) / s.num_replicas_in_sync
+    return _optimized(s, "sum", share if right else lambda w, x: mean(gradient(w, x)))
 
 
 @program(WARNING, MEANS, LEGAL_SUM)
@@ -72,7 +73,12 @@ def local_mean_and_the_optimizers_default(s, right):
     return _optimized(s, "mean" if right else "sum", gradient)
 
 
-@program(WARNING, APART, "local training is legal")
+@program(
+    WARNING,
+    APART,
+    "local training is legal",
+    unseen="a read is the mean, and that of one step of descent is right",
+)
 def parameters_of_each_replica(s, right):
     w = variable(s, MEAN, ON_WRITE if right else ON_READ, trainable=True)
     return _written(s, w, gradient)
@@ -119,7 +125,7 @@ def initial_value_of_each_replica(s, right):
     return Case(step, (jax.random.key(0), inputs(s)))
 
 
-@program(NOTE, "an equal array summed", "R times the array may be meant")
+@program(SILENT, "", RUN)
 def equal_array_into_a_variable_that_sums(s, right):
     steps = variable(s, FIRST if right else SUM, value=0.0, trainable=False)
     return Case(lambda x: steps.assign_add(jnp.float32(1)), (inputs(s),))
@@ -176,7 +182,7 @@ def old_value_and_a_gradient_in_a_variable_that_sums(s, right):
 
 @program(WARNING, OLD, "a total that grows may be meant", more=True)
 def old_total_and_each_replicas_part_in_a_variable_that_sums(s, right):
-    seen = variable(s, SUM, value=0.0, trainable=False)
+    seen = variable(s, SUM, value=1.0, trainable=False)
 
     def step(x):
         found = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
@@ -203,6 +209,11 @@ def summed_mean_and_a_variable_that_averages(s, right):
 @program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
 def summed_mean_and_a_new_value_that_is_averaged(s, right):
     return _updated(s, variable(s, MEAN), _gradient_of_all("mean" if right else "sum"))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def averaged_loss_and_the_optimizers_default(s, right):
+    return _optimized(s, "mean" if right else "sum", _gradient_of_all("mean"))
 
 
 @program(WARNING, SHARE, "a small rate may be meant", more=True)
@@ -249,7 +260,13 @@ def gradient_of_one_variable_missing(s, right):
     return Case(step, (inputs(s),))
 
 
-@program(SILENT, "", "an integer counter that differs may be meant", more=True)
+@program(
+    SILENT,
+    "",
+    "an integer counter that differs may be meant",
+    more=True,
+    unseen="each replica's own number of its rows may be meant",
+)
 def counter_of_each_replica(s, right):
     def step(count, x):
         found = jnp.sum(x > 0)

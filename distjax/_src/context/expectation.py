@@ -116,7 +116,9 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
 
     As a wrapper around an argument of `run` or of a `dj.jit` function, or around a part of one, it
     marks a tree that goes in equal and is meant to come out different: an environment, a sampler,
-    batch statistics in a state. `dj.explain` shows the reasons.
+    batch statistics in a state, one array. It marks the first call of a loop; what a loop feeds
+    back after that goes in different, and may. Variables of Flax NNX objects are told apart by
+    their type: `dj.flax.set_rule(type, "per_replica")`. `dj.explain` shows the reasons.
 
     Args:
       reason: why it is intended, for the reader.

@@ -284,7 +284,8 @@ def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
             expected,
             got=f"a {entry.kind} that each replica wrote differently",
             why="a missing all_reduce makes every replica train a model of its own",
-            fix=_REDUCED_FIX,
+            fix=f"{_REDUCED_FIX}; or, where it is meant, in place of dj.expect: "
+            f'dj.flax.set_rule({entry.kind}, "per_replica")',
         )
     )
 

@@ -1,8 +1,8 @@
 """What is known of values between two calls of functions.
 
-A value is recognized by its identity: as the result of a call, or of a reduction of one. If an
-argument was one value in the first call, and in the next is the function's own earlier result with
-a value per replica, it is state that has diverged, whatever its tree is made of.
+A value is recognized by its identity: as the result of a call, or, of one replica, as its own. If
+an argument was one value in the first call, and in the next is the function's own earlier result
+with a value per replica, it is state that has diverged, whatever its tree is made of.
 """
 
 from __future__ import annotations
@@ -15,41 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context import frames
 from distjax._src.context.expectation import without_expectations
 from distjax._src.context.reporting import STATE, Finding, num_reported, report
-from distjax._src.jax_compat import JaxprEqn
-from distjax._src.lint import findings
-from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk, Site, SiteRecord, Where
+from distjax._src.lint.facts import DIFFERS, EQUAL, Fact
 from distjax._src.lint.findings import ALONE, expected_state_fix, state_why
-from distjax._src.lint.rules import follow
 from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import Topology
 from distjax._src.replica.arguments import PartitionedTree, is_array, user_path
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line
 from distjax._src.variables.conversion import is_number
-from distjax._src.variables.state import MergeState
 from distjax.errors import LocalityWarning, message
 
-#: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
-_CARRIED = frozenset(
-    "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
-    "grad gradient repeated".split()
-)
-#: Facts about live arrays, by identity. The arrays are results of first calls.
+#: What is known of live arrays of a single replica, by identity.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
 
 def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
-    """Remembers facts about arrays or PerReplicas for as long as these live.
-
-    State is left out: it is no longer a reduction, and is reported where it is updated.
-    """
+    """Remembers what is known of arrays for as long as these live."""
     if len(values) == len(facts):  # else there are objects or variables among the values
         for value, fact in zip(values, facts, strict=True):
-            if fact is not None and not fact.find("base"):
-                _remember(getattr(value, "stacked", value), fact)
+            if fact is not None and isinstance(value, jax.Array):
+                _store(value, fact)
 
 
 def remember_own(tree: PyTree) -> None:
@@ -77,12 +63,6 @@ def is_own(value: PyTree) -> bool:
     return fact is not None and fact.differs
 
 
-def _remember(array: PyTree, fact: Fact) -> None:
-    tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _CARRIED)
-    if (tags or fact.differs) and isinstance(array, jax.Array):
-        _store(array, Fact(fact.differs, None, tags))
-
-
 def _store(array: PyTree, fact: Fact) -> None:
     key = id(array)
     _known[key] = weakref.ref(array, lambda _: _known.pop(key, None)), fact
@@ -93,57 +73,6 @@ def recall(value: PyTree) -> Fact | None:
     array = getattr(value, "stacked", value)
     reference, fact = _known.get(id(array), (lambda: None, None))
     return fact if reference() is array else None
-
-
-def _without_trace(held: object) -> Any:
-    if isinstance(held, Site):
-        return SiteRecord(held.source, held.is_mean, held.names)
-    return tuple(map(_without_trace, held)) if type(held) is tuple else held
-
-
-def follow_between_runs(
-    op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
-) -> None:
-    """Reports mistakes in a cross-replica reduction; remembers facts of its results."""
-    facts = [recall(array) for array in arrays] if _is_between_runs() else []
-    for out, fact in zip(outs, facts, strict=False):
-        if fact is not None and fact.tags:
-            walk = _EagerWalk(topology)
-            remember([out], [follow(walk, op, _ANY, fact)])
-            walk.report()
-
-
-def report_unfit_between_runs(op: str, gradients: Sequence[PyTree], topology: Topology) -> None:
-    """Reports gradients that do not fit an optimizer with reduction `op`."""
-    for fact in map(recall, gradients) if _is_between_runs() else ():
-        if fact is not None:
-            walk = _EagerWalk(topology)
-            findings.find_unfit_gradients(walk, op, _ANY, fact)
-            walk.report()
-
-
-def _is_between_runs() -> bool:
-    return bool(_known) and not isinstance(frames.current().state, MergeState)
-
-
-#: Stands in for an equation: operations between runs happen at the line now running.
-_ANY: Any = None
-
-
-class _EagerWalk(FactWalk):
-    """The walk over one operation between runs, for which the line now running stands."""
-
-    def __init__(self, topology: Topology):
-        super().__init__({}, topology.axis_name, topology.num_replicas, frozenset())
-        self.across = True
-
-    def site(self, eqn: JaxprEqn) -> Where:
-        """Returns the user's line that is running."""
-        return SiteRecord(calling_line(), False, "")
-
-    def is_transposed(self, eqn: JaxprEqn) -> bool:
-        """Returns False: nothing here is part of a backward pass."""
-        return False
 
 
 # -- state that a loop feeds back ----------------------------------------------
@@ -161,10 +90,11 @@ class Feedback:
 
     def __init__(self, name: str, names: Sequence[str], args: PyTree, kwargs: PyTree):
         self._name, self._names = name, names
-        args, kwargs = without_expectations(tuple(args), kwargs)
-        self._equal = {
-            path: np.shape(leaf) for path, leaf in _leaves((args, kwargs)) if not is_own(leaf)
-        }
+        meant: dict[int, tuple[Any, str]] = {}
+        args, kwargs = without_expectations(tuple(args), kwargs, meant)
+        equal = [(path, leaf) for path, leaf in _leaves((args, kwargs)) if not is_own(leaf)]
+        self._equal = {path: np.shape(leaf) for path, leaf in equal}
+        self._meant = {path: meant[id(leaf)][1] for path, leaf in equal if id(leaf) in meant}
         self._returned: dict[int, tuple[str, Any]] = {}
         self._num_reported = num_reported()
 
@@ -198,7 +128,7 @@ class Feedback:
             if came_back is None:
                 others.append(name)
                 continue
-            _, reason = meant.get(id(_array_of(leaf)), (None, None))
+            _, reason = meant.get(id(_array_of(leaf)), (None, self._meant.get(path)))
             found.setdefault(reason, []).append((name, came_back))
             why = "" if isinstance(leaf, PerReplica) else why
         for reason, pairs in found.items():

@@ -6,7 +6,6 @@ class may reject leaves that are not arrays.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from distjax._src.context.reporting import STATE, Finding, report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
-from distjax._src.lint.facts import EQUAL, EQUAL_BATCH, Fact, FactWalk
+from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
 from distjax._src.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
 from distjax._src.lint.rules import RULES
 from distjax._src.placement.topology import Topology
@@ -72,23 +71,23 @@ def examine(
     env = walk.values(jaxpr, ins)
     outs = [walk.read(env, v) for v in jaxpr.outvars]
     of_user, of_objects, finals = outs[:own], outs[own:results], outs[results:]
-    findings.find_sums(walk)
-    _find_local_training(walk, written, finals)
+    for variable, final in zip(written, finals, strict=False):
+        if variable.policy.stacked and variable.trainable and final.find("grad"):
+            findings.find_local_training(walk, variable, final.find("grad"))
     # Flax metrics are arguments, and are combined after the step.
     updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     if not any(fact.differs for fact in env.values()):
-        _warn_of_whole_batches(walk, jaxpr.outvars[:results], of_user, given)
+        if _is_given_a_batch(jaxpr.outvars[:results], of_user, given):
+            findings.find_equal_batch(walk)
     walk.report()
     return env
 
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
     known = recall(value.array) or EQUAL
-    known = known._replace(differs=value.varying or known.differs)
-    is_plain = not (known.differs or known.tags)
-    return known.having(base=f"argument {index}") if is_plain else known
+    return DIFFERS if value.varying or known.differs else EQUAL.having(base=f"argument {index}")
 
 
 def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:
@@ -118,32 +117,8 @@ def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[F
     return outs
 
 
-def _find_local_training(
-    walk: FactWalk, written: Sequence[Variable], finals: Sequence[Fact]
-) -> None:
-    for variable, final in zip(written, finals, strict=False):
-        if variable.policy.stacked and variable.trainable and final.find("grad"):
-            findings.find(
-                walk,
-                "warning",
-                "each replica trains on its own",
-                [final.find("grad")],
-                f"trainable variable {variable.name!r} needs gradients of all replicas",
-                got="an update by gradients of one replica, with synchronization ON_READ",
-                why="each component learns from its replica's examples alone",
-                fix="synchronization=dj.VariableSynchronization.ON_WRITE; for training apart that "
-                "is averaged later: with dj.expect(reason)",
-            )
-
-
-def _warn_of_whole_batches(
-    walk: FactWalk, results: Sequence[Any], facts: Sequence[Fact], given: Given
-) -> None:
-    """Makes warnings of the notes on equal gradients of a step that is given a batch.
-
-    Nothing in it differs, so each replica computes with the whole batch. An argument is a batch if
-    it is not state, which comes back, nor a key.
-    """
+def _is_given_a_batch(results: Sequence[Any], facts: Sequence[Fact], given: Given) -> bool:
+    """Returns whether an argument is a batch: it is not state, which comes back, nor a key."""
     updated = {updated_argument(fact) for fact in facts}
     returned = {(v.aval.shape, v.aval.dtype) for v in results}
 
@@ -155,10 +130,7 @@ def _warn_of_whole_batches(
         return array.ndim > 0 and array.size > 1 and not (is_state or is_key)
 
     leaves = enumerate(zip(given.partitioned.paths, given.values, strict=True))
-    if walk.num_replicas > 1 and any(is_batch(i, p, x.array) for i, (p, x) in leaves):
-        for key, finding in walk.found.items():
-            if finding.rule == EQUAL_BATCH:
-                walk.found[key] = dataclasses.replace(finding, level="warning")
+    return any(is_batch(i, path, x.array) for i, (path, x) in leaves)
 
 
 # -- padded examples ----------------------------------------------------------
@@ -314,7 +286,7 @@ def check_state(
     args, kwargs = _tree_of(given.partitioned, given.values, facts[0]).children()
     trees = _subtrees(_tree_of(result, results, facts[1]))
     candidates = [tree for tree in trees if not _is_gradient(tree)]
-    is_found = False
+    is_found, is_reduced = False, any(fact.find("gradient") for fact in facts[1])
     for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a single value is not state
             continue
@@ -322,12 +294,14 @@ def check_state(
         if not changed:
             continue
         is_found = True
-        reasons = [expectations.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
-        paths = [user_path(leaf.path, given.names) for leaf in changed]
-        others = [user_path(leaf.path, given.names) for leaf in arg.others(changed)]
+        before = [leaf for leaf, _ in changed]
+        reasons = [expectations.get(id(leaf.value.array), (None, None))[1] for leaf in before]
+        paths = [user_path(leaf.path, given.names) for leaf in before]
+        others = [user_path(leaf.path, given.names) for leaf in arg.others(before)]
         for reason in dict.fromkeys(reasons):
-            own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
-            _report(fn, arg, own, others, reason, is_alone)
+            own = [i for i, r in enumerate(reasons) if r == reason]
+            of_gradients = not is_reduced or any(changed[i][1].fact.find("grad") for i in own)
+            _report(fn, arg, [paths[i] for i in own], others, reason, of_gradients, is_alone)
     return is_found
 
 
@@ -354,8 +328,8 @@ def _is_gradient(tree: _Tree) -> bool:
     return bool(differing) and all(f.find("grad") and not f.find("base") for f in differing)
 
 
-def _changed_state(arg: _Tree, candidates: Sequence[_Tree]) -> list[_Leaf]:
-    """Returns the leaves that come out different in what has an argument's structure.
+def _changed_state(arg: _Tree, candidates: Sequence[_Tree]) -> list[tuple[_Leaf, _Leaf]]:
+    """Returns the leaves that come out different in what has an argument's structure, and as what.
 
     That is its update, where one is known; state of which any update is equal is well.
     """
@@ -376,9 +350,9 @@ def _pairs(arg: _Tree, out: _Tree) -> list[tuple[_Leaf, _Leaf]]:
     return [(a, b) for a, b in pairs if isinstance(a, _Leaf) and isinstance(b, _Leaf)]
 
 
-def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
+def _changed_leaves(arg: _Tree, out: _Tree) -> list[tuple[_Leaf, _Leaf]]:
     return [
-        before
+        (before, after)
         for before, after in _pairs(arg, out)
         if not before.value.varying
         and after.value.varying
@@ -392,18 +366,21 @@ def _report(
     paths: list[str],
     others: list[str],
     reason: str | None,
+    of_gradients: bool,
     is_alone: bool,
 ) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
+    named = strict or paths
+    others = [*others, *(p for p in paths if p not in named)]
     text = message(
         f"{function_name(fn)} takes state that is equal on every replica and needs to return it "
         "equal",
-        got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
-        + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
-        why=(ALONE if is_alone else "") + (STATE_WHY if strict else state_why(paths)),
-        fix=STATE_FIX if strict else expected_state_fix(paths, others),
+        got=f"values that differ per replica at {', '.join(named[:8])}"
+        + (f" and {len(named) - 8} more" if len(named) > 8 else ""),
+        why=(ALONE if is_alone else "") + state_why(named, of_gradients),
+        fix=expected_state_fix(named, others, of_gradients),
     )
     is_error = strict and not is_alone
     level, kind = ("error", LocalityError) if is_error else ("warning", LocalityWarning)

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from distjax._src import user_lines
+from distjax._src import jax_compat, user_lines
 from distjax._src.context.reporting import report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.jaxprs import Flow
 from distjax._src.replica.analysis import MERGE_NAME
 
-#: The rule names of two findings that another part of a function may refute.
-LOCAL_VARIANCES = "local variances averaged"
+#: The rule name of equal gradients in a step that is given a batch.
 EQUAL_BATCH = "the same batch on every replica"
 
 
@@ -50,22 +49,9 @@ class Site:
     @property
     def is_mean(self) -> bool:
         """Whether jnp.mean, or a method of that name, made the equation."""
-        return self._is_made_by(_MEANS)
-
-    @property
-    def is_share(self) -> bool:
-        """Whether dj.losses.average_loss made the equation, which divides by the global batch."""
-        return self._is_made_by(_SHARES)
-
-    @property
-    def is_over_replicas(self) -> bool:
-        """Whether a mean over the replicas made the equation: it divides by their number."""
-        return self._is_made_by(_OVER_REPLICAS)
-
-    def _is_made_by(self, functions: Sequence[str]) -> bool:
         frames = user_lines.frames_of(self._eqns[-1])
         inside = itertools.takewhile(lambda frame: frame.is_library, frames)
-        return any(frame.function in functions for frame in inside)
+        return any(frame.function in ("mean", "_mean") for frame in inside)
 
     @property
     def names(self) -> str:
@@ -73,23 +59,8 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
-class SiteRecord(NamedTuple):
-    """The part of a `Site` that outlives its trace."""
-
-    source: str
-    is_mean: bool
-    names: str
-    is_share = is_over_replicas = False
-
-
-_MEANS = ("mean", "_mean")
-_SHARES = ("average_loss",)
-_OVER_REPLICAS = ("pmean", "from_total")
-
-
-Where: TypeAlias = Site | SiteRecord
-#: A sum of R equal parts: the reduction that made the parts, its site, and the site of the sum.
-Times: TypeAlias = tuple[str, Where, Where]
+#: A sum of R equal parts: what made the parts, its site, and the site of the sum.
+Times: TypeAlias = tuple[str, Site, Site]
 
 
 class Fact(NamedTuple):
@@ -128,7 +99,7 @@ class Fact(NamedTuple):
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
 #: Tags that a sum has if its parts have them.
-_OF_SUMS = ("mean", "repeated", "share", "grad", "averaged", "summed", "times_R", "gradient")
+_OF_SUMS = ("mean", "repeated", "share", "grad", "reduced", "times_R", "gradient")
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -139,7 +110,9 @@ def join(a: Fact, b: Fact) -> Fact:
         if zeros.number == 0 and not zeros.tags and other.number is None:
             return other.only(*_OF_SUMS)  # an accumulator at its start, an update that is skipped
     number = a.number if a.number == b.number else None
-    return Fact(a.differs or b.differs, number, a.tags & b.tags)
+    out = Fact(a.differs or b.differs, number, a.tags & b.tags)
+    gradient = a.find("gradient") or b.find("gradient")
+    return out.having(gradient=gradient) if gradient else out
 
 
 def of_literal(value: object) -> Fact:
@@ -164,16 +137,12 @@ class FactWalk(Flow[Fact]):
       is_alone: whether R = 1: the code is judged as for more replicas, but a division by R is one
         by 1, and the global batch is as large as the local one. What may be either is silent.
       across: whether a reduction of cross-replica code is being tracked.
-      tells_means_apart: whether a reduction shows by how much the replicas' local means differ.
-      completed: shapes of what is summed over the rows of a completed batch.
+      mixes: whether values of all replicas are put together before the gradients.
       on_merge: returns the facts of a merge's results.
       found: the findings, by (rule, the user's line).
       written: the variables that the function writes, by serial number.
-      updates, totals: sums of R equal parts that update state: arrays of gradients, and others.
-      counts_replicas: whether a number in the state grows by a multiple of R.
-      sums, counts: sums of R equal parts, and of an equal number, that variables take.
       combines: whether the function reduces or merges anything over the replicas.
-      ratio_counts: local counts that a total is divided by.
+      equal_gradients: sites where gradients that are equal are reduced, and where they were made.
       gradients_differ: whether gradients that differ are reduced: not every replica has the same
         batch, though a parameter that only a penalty depends on has the same gradient.
     """
@@ -185,19 +154,12 @@ class FactWalk(Flow[Fact]):
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.is_alone = num_replicas == 1
         self.leading = leading
-        self.in_transpose = False
-        self.across = self.tells_means_apart = False
-        self.completed: set[tuple[int, ...]] = set()
+        self.in_transpose = self.across = self.mixes = False
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
-        self.updates: list[Times] = []
-        self.totals: list[Times] = []
-        self.counts_replicas = False
-        self.sums: list[tuple[Any, Times]] = []
-        self.counts: list[tuple[Any, float, Where]] = []
         self.combines = self.gradients_differ = False
-        self.ratio_counts: set[Any] = set()
+        self.equal_gradients: list[tuple[Site, Site]] = []
         self._calls: list[JaxprEqn] = []
 
     def may_be_batch(self, shape: Sequence[int]) -> bool:
@@ -206,18 +168,22 @@ class FactWalk(Flow[Fact]):
         lengths = [length for length in shape if length > 1]
         return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
 
-    def site(self, eqn: JaxprEqn) -> Where:
+    def site(self, eqn: JaxprEqn) -> Site:
         """Returns the location of an equation."""
         return Site(eqn, self._calls)
 
     def report(self) -> None:
-        """Reports what was found, without what another part of the function refutes."""
-        # A batch that one replica takes from the host, or transforms, is that replica's own.
-        is_own_batch = self.gradients_differ or self.is_alone
-        refuted = {EQUAL_BATCH: is_own_batch, LOCAL_VARIANCES: self.tells_means_apart}
-        for (rule, _), finding in self.found.items():
-            if not refuted.get(rule, False):
-                report(finding)
+        """Reports what was found."""
+        for finding in self.found.values():
+            report(finding)
+
+    def values(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> dict[Any, Fact]:
+        """Returns the facts of the values of `jaxpr` that reach a result, or an effect."""
+        eqns = jax_compat.live_equations(jaxpr.eqns, jaxpr.outvars)
+        known = dict(zip(jaxpr.invars, ins, strict=True))
+        known.update((v, EQUAL) for v in jaxpr.constvars)
+        self.run(eqns, known)
+        return known
 
     def of_constant(self, value: object) -> Fact:
         """Returns the fact of a literal: its number, if it has one."""
@@ -232,13 +198,12 @@ class FactWalk(Flow[Fact]):
         if eqn.primitive.name == MERGE_NAME:
             return self.on_merge(eqn, ins)
         rule = self._rules.get(eqn.primitive.name)
-        outs = None if rule is None else rule(self, eqn, ins)
-        return None if outs is None else _keep_completed(outs, ins)
+        return None if rule is None else rule(self, eqn, ins)
 
     def of_unknown(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
         """Returns only what differs, and of a backward pass what is linear."""
         out = _of_cotangents(ins) if self.is_transposed(eqn) else unknown(ins)
-        return _keep_completed([out] * len(eqn.outvars), ins)
+        return [out] * len(eqn.outvars)
 
     def of_predicate(self, eqn: JaxprEqn, predicate: Fact, outs: list[Fact]) -> list[Fact]:
         """Returns facts of values that differ if the predicate does."""
@@ -275,12 +240,6 @@ class FactWalk(Flow[Fact]):
 
 #: Number of equations below which an inner function is walked again for each call.
 _SMALL = 30
-
-
-def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]:
-    """Returns the facts of results; those computed from completed batches keep that tag."""
-    made = next((held for x in ins if x.differs and (held := x.find("completed"))), None)
-    return outs if made is None else [o.having(completed=made) if o.differs else o for o in outs]
 
 
 def _of_cotangents(ins: Sequence[Fact]) -> Fact:

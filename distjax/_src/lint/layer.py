@@ -11,7 +11,6 @@ from distjax._src.context.expectation import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.lint.between_runs import (
     Feedback,
-    follow_between_runs,
     recall,
     remember,
     remember_equal,
@@ -25,9 +24,7 @@ from distjax._src.lint.examine import (
     report_lone_updates,
 )
 from distjax._src.lint.facts import EQUAL, Fact, Site
-from distjax._src.placement.topology import Topology
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
-from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.run import TracedRun
 from distjax._src.typing import PyTree
 from distjax._src.variables.state import variable_p
@@ -56,19 +53,11 @@ def on_traced(run: TracedRun) -> None:
     for variable in run.unequal:
         find_unequal_start(variable)
     facts = _tell_findings(run)
-    remember(run.values, facts)
     if run.topology.num_replicas == 1:  # they would differ if there were more
         pairs = zip(run.values, facts, strict=True)
-        remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
+        remember_own([v for v, fact in pairs if fact.differs])
         if hooks.is_dry_run():
             remember_equal(run.values)
-
-
-def on_reduced(
-    op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
-) -> None:
-    """Follows facts through a reduction between two runs."""
-    follow_between_runs(op, [x.array for x in values], outs, topology)
 
 
 def on_stand_ins(arrays: Sequence[Any], given: Sequence[Any]) -> None:
@@ -208,7 +197,6 @@ def _shorten(lines: list[str]) -> list[str]:
 
 hooks.on_call.append(on_call)
 hooks.on_traced.append(on_traced)
-hooks.on_reduced.append(on_reduced)
 hooks.on_stand_ins.append(on_stand_ins)
 hooks.on_lone_value.append(remember_own)  # so that one replica is judged as several
 hooks.describe.append(describe)

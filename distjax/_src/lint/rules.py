@@ -2,24 +2,19 @@
 
 Tags; most hold the site where they originated:
 
-- of values that differ: `total` (a sum over the batch: its size and number of axes) and
-  `total_site`, `mean` (a mean over this replica's batch, or its gradient), `mean_square` (its
-  square), `share` (sums to the mean over all replicas), `ratio` (a total over a local count),
-  `curved` (a function of a local mean), `centered`, `squares`, `variance`, `grad` (part of the
-  backward pass), `grad_squares`, `norm` (of local gradients), `clipped`, `rank` (the replica's
-  index), `component` (of the variable of that name), `data` (selected by a predicate that differs),
-  `chosen` (selected by rank), `only_first` (this number on one replica, and 0 on the others),
-  `scattered` (a replica's shard of a sum), `others` (a sum over the replicas less this one's part),
-  `completed` (computed from the global batch: this replica's rows among those that others
-  computed), `logarithm` (of a local mean);
-- of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `count` (a sum
-  over all examples), `whole` (a sum of shares), `times_R` (a sum of R equal parts), `gradient` (a
-  sum or mean of gradients), `random` (bits from an equal key), `divisor` (the number that a
-  constant was divided by), `over_R` (a constant over the number of replicas);
-- of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
+- of values that differ: `mean` (the gradient of a mean over this replica's batch), `share` (sums to
+  the mean over all replicas), `ratio` (a total over a local count), `grad` (part of the backward
+  pass), `size` (computed of squares of gradients), `clipped` (a gradient, by such a size or by
+  value), `component` (of a variable), `data` (selected by a predicate that differs), `scattered` (a
+  replica's shard of a sum), `repeated` (beside `mean`: the derivative of a sum over the replicas,
+  which is one too, so each part is R times as large);
+- of equal values: `reduced` (how, and where), `whole` (a sum of shares), `times_R` (a sum of R
+  equal parts), `gradient` (a sum or mean of gradients), `random` (bits from an equal key),
+  `divisor` (the number that a constant was divided by), `over_R` (a constant over the number of
+  replicas);
+- of both: `total` (a sum over a batch: its size, its number of axes, and where), `base` (the
   argument or variable that it updates), `old` (the value of the variable of that serial number,
-  which sums; parts may have been added to it), `repeated` (beside `mean`: the derivative of a sum
-  over the replicas, which is one too, so each part is R times as large).
+  which sums; parts may have been added to it).
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint import findings
@@ -36,7 +31,7 @@ from distjax._src.lint.facts import (
     EQUAL,
     Fact,
     FactWalk,
-    Where,
+    Site,
     shape_of,
     size_of,
     unknown,
@@ -46,14 +41,21 @@ from distjax._src.replica.merge import reduction_of
 from distjax._src.variables.state import variable_p
 from distjax._src.variables.variable import Variable
 
+#: Tags kept by a linear operation with one tagged operand; those of values that are reduced.
+SCALES = ("mean", "share", "ratio", "repeated", "total")
+REDUCED = ("reduced", "times_R", "gradient")
+#: Tags that a division by the number of replicas removes.
+UNTIL_DIVIDED = ("mean", "share", "repeated", "total", "reduced", "times_R", "whole")
+
 # -- sums over the replicas, and their division by R ---------------------------
 
 
 def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the sum of `x` over the replicas."""
+    site = walk.site(eqn)
     if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        return _summed_in_derivative(walk, walk.site(eqn), x)
-    site, walk.combines = walk.site(eqn), True
+        return _summed_in_derivative(walk, site, x)
+    walk.combines = True
     variable = findings.written_variable(walk, site)
     if variable is not None:
         return _summed_by_variable(walk, variable, site, x)
@@ -63,38 +65,34 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return out.having(gradient=grad) if grad else out
 
 
-def _sum_of(walk: FactWalk, site: Where, x: Fact) -> Fact:
+def _sum_of(walk: FactWalk, site: Site, x: Fact) -> Fact:
+    out = EQUAL.having(reduced=("summed", site))
     if x.differs:
-        walk.gradients_differ |= x.find("grad") is not None
+        walk.mixes |= not _is_gradient(walk, x)
         findings.find_unreducible(walk, site, x)
         if x.find("share"):
-            return EQUAL.having(whole=x.find("share"))
+            return out.having(whole=x.find("share"))
         if x.find("mean"):
-            out = EQUAL.having(times_R=("mean", x.find("mean"), site))
-            return out.having(repeated=x.find("repeated")) if x.find("repeated") else out
-        count, num_axes = x.find("total") or (0, 0)
-        added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
-        out = EQUAL.having(summed=site)
-        out = out.having(count=site) if x.find("total_site") else out
-        return out.having(added=added) if added else out
-    made = findings.reduction_of(x)
-    if made is not None:
-        return EQUAL.having(times_R=(made[0], made[1], site))
+            out = out.having(times_R=("mean", x.find("mean"), site))
+        return out._replace(tags=out.tags | x.only("repeated", "total").tags)
+    if made := x.find("reduced"):
+        return out.having(times_R=(*made, site))
     if grad := x.find("grad"):
-        findings.find_equal_batch(walk, [site, grad])
+        walk.equal_gradients.append((site, grad))
     return EQUAL
 
 
-#: Tags that a division by the number of replicas removes.
-UNTIL_DIVIDED = (
-    *("mean", "share", "total", "added", "summed", "count", "times_R", "whole", "repeated"),
-)
+def _is_gradient(walk: FactWalk, x: Fact) -> bool:
+    """Notes that gradients that differ are reduced; returns whether `x` is one."""
+    is_gradient = x.find("grad") is not None
+    walk.gradients_differ |= is_gradient and x.differs
+    return is_gradient
 
 
-def _summed_in_derivative(walk: FactWalk, site: Where, x: Fact) -> Fact:
+def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
     """Returns the fact of a cotangent summed over the replicas."""
-    if x.number is not None:
-        out = Fact(False, x.number * walk.num_replicas, x.tags)
+    if x.number is not None:  # of a mean over the replicas, the sum makes 1 of 1/R again
+        out = Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
         is_loss = x.number == 1.0 and not x.find("over_R")  # a factor may be meant for R
         return out.having(repeated=site) if is_loss else out
     if not x.differs and x.find("share"):  # R equal shares
@@ -104,58 +102,46 @@ def _summed_in_derivative(walk: FactWalk, site: Where, x: Fact) -> Fact:
 
 def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without(*UNTIL_DIVIDED)
-    if x.differs:
+    site, rest = walk.site(eqn), x.without("old", *UNTIL_DIVIDED)
+    made, times, whole = x.find("reduced"), x.find("times_R"), x.find("whole")
+    if x.differs or not (made or times):
         return rest
-    times, whole = x.find("times_R"), x.find("whole")
+    averaged = rest.having(reduced=("averaged", site))
     if whole is not None:
         findings.find_averaged_share(walk, site, whole)
-        return rest.having(averaged=site)
-    if times is not None:
-        kind, inner, reduction = times
-        if x.find("repeated"):
-            return rest.having(times_R=("derivative", x.find("repeated"), site))
-        if findings.written_variable(walk, site) is not None:
-            return x  # a variable's mean of R equal values
-        if kind == "averaged" and not walk.is_transposed(eqn):
-            findings.find_averaged_twice(walk, [reduction, inner])
-        return rest.having(averaged=site)
-    if x.find("summed"):  # unless the division may be by a local batch of R examples
-        return rest if x.find("added") == walk.num_replicas else rest.having(averaged=site)
-    averaged = x.find("averaged")
-    if averaged is not None and findings.names_replicas(site):
-        findings.find_divided_twice(walk, [site, averaged])
-    return rest
+    elif times and x.find("repeated"):
+        return averaged.having(times_R=("derivative", x.find("repeated"), site))
+    elif times and findings.written_variable(walk, site) is not None:
+        return x  # a variable's mean of R equal values
+    elif (x.find("total") or (0,))[0] == walk.num_replicas:  # it may be a local batch of R examples
+        return rest
+    return averaged
 
 
-def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact) -> Fact:
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
         if x.find("data") and x.find("grad") and variable.trainable:
             findings.find_dropped_updates(walk, site, variable)
-        number = x.find("only_first")
-        return _as_written(x._replace(differs=False)) if number is None else Fact(number=number)
+        return _as_written(x._replace(differs=False))
     if x.differs:
         findings.find_unreducible(walk, site, x)
-    made, grad = findings.reduction_of(x), x.find("grad")
-    walk.gradients_differ |= x.differs and grad is not None
-    if made is None and not x.differs and grad is not None:
-        findings.find_equal_batch(walk, [site, grad])
+    made, is_gradient = x.find("reduced"), _is_gradient(walk, x)
+    if is_gradient and not (made or x.differs):
+        walk.equal_gradients.append((site, x.find("grad")))
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
         if x.differs and x.find("mean") and x.find("repeated"):
-            walk.sums.append((variable, ("derivative", x.find("repeated"), site)))
-        return EQUAL.having(whole=x.find("share")) if x.find("share") else _as_written(x)
+            findings.find_times_r(walk, ("derivative", x.find("repeated"), site), variable)
+        share = x.find("share")
+        return EQUAL.having(whole=share, reduced=("summed", site)) if share else _as_written(x)
     if x.find("old") == variable.serial_number:
         findings.find_old_value_summed(walk, site, variable)
     elif x.differs and x.find("mean"):
-        walk.sums.append((variable, ("mean", x.find("mean"), site)))
-    elif made is not None and not x.differs:
-        walk.sums.append((variable, (*made, site)))
-    elif not x.differs and x.number is not None:
-        walk.counts.append((variable, x.number, site))
-        walk.counts_replicas |= x.number == 1.0
+        findings.find_times_r(walk, ("mean", x.find("mean"), site), variable)
+    elif made is not None and not x.differs and x.find("gradient"):
+        findings.find_times_r(walk, (*made, site), variable)
     return EQUAL
 
 
@@ -183,7 +169,7 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
     if op not in ("SUM", "MEAN", "GATHER"):  # also reduces over elements
         return EQUAL
     if op == "GATHER":
-        return EQUAL.having(gathered=walk.site(eqn))
+        return _of_gathered(walk, eqn, x)
     if op == "MEAN" and not x.differs:  # free, and the identity
         return x
     total = sum_over_replicas(walk, eqn, x)
@@ -192,25 +178,22 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
 
 # -- arithmetic ----------------------------------------------------------------
 
-#: Tags kept by a linear operation with one tagged operand.
-SCALES = ("mean", "share", "ratio", "added", "repeated")
-REDUCED = ("averaged", "summed", "gathered", "times_R", "gradient")
-
 
 def is_close(a: float | None, b: float) -> bool:
     """Returns whether a number, if known, is `b` up to rounding."""
     return a is not None and math.isclose(a, b, rel_tol=1e-5)
 
 
+def is_multiple(number: float | None, count: int) -> bool:
+    """Returns whether a number is `count` times a whole number, as that of all microbatches is."""
+    return number is not None and count <= number < 1e9 and number % count == 0
+
+
 def squared(x: Fact) -> Fact:
     """Returns the fact of the square of `x`."""
     if not x.differs:
         return x.only("random")
-    if x.find("grad"):
-        return DIFFERS.having(grad_squares=x.find("grad"))
-    if x.find("centered"):
-        return DIFFERS.having(squares=x.find("centered"))
-    return DIFFERS.having(mean_square=x.find("mean")) if x.find("mean") else DIFFERS
+    return DIFFERS.having(size=x.find("grad")) if x.find("grad") else x.only("size")
 
 
 def of_parts(parts: Sequence[Fact]) -> Fact:
@@ -220,24 +203,13 @@ def of_parts(parts: Sequence[Fact]) -> Fact:
     return told[0].only(*names)._replace(differs=unknown(parts).differs)
 
 
-def completes(parts: Sequence[Fact]) -> bool:
-    """Returns whether a replica puts its own rows among those gathered from all replicas."""
-    is_gathered = [bool(x.find("gathered")) for x in parts]
-    return any(is_gathered) and any(
-        x.differs and not g for x, g in zip(parts, is_gathered, strict=True)
-    )
-
-
 def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A product."""
     a, b = ins
     if a.number is not None and b.number is not None:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
-        site = walk.site(eqn)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
-        if walk.is_alone:  # times 1 is no sign, except where average_loss multiplies by R
-            is_over_r = site.is_share and not shape_of(eqn.outvars[0])
-        is_over_r = is_over_r or findings.names_replicas(site)
+        is_over_r = is_over_r and not walk.is_alone or findings.names_replicas(walk.site(eqn))
         return [_over_replicas(product) if is_over_r else product]
     if b.number is not None and not b.find("grad"):
         return [_scaled(walk, eqn, a, b.number)]
@@ -248,49 +220,22 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [_product(walk, eqn, a, b)]
 
 
-def may_average(walk: FactWalk, factor: float, *, is_product: bool = False) -> bool:
-    """Returns whether a factor may be 1/(k R): a mean over the replicas and k microbatches.
+def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
+    """Returns the fact of `x` times a number: it may be a mean of a sum, only if that is 1/R.
 
-    Args:
-      walk: knows R.
-      factor: the factor.
-      is_product: whether the code multiplies by it, as by a learning rate: 0.1 is not 1/(5 * 2).
+    Or if the line names the number of replicas; any other number is a weight or a rate.
     """
-    if not 1e-9 < factor < 1e9:  # nor NaN
-        return False
-    parts = 1 / (factor * walk.num_replicas)
-    count = round(parts)
-    is_power_of_two = count & (count - 1) == 0
-    return (
-        count >= 1 + walk.is_alone
-        and is_close(parts, count)
-        and (is_power_of_two or not is_product)
-    )
-
-
-def _scaled(
-    walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float, *, is_product: bool = True
-) -> Fact:
-    """Returns the fact of `x` times a number."""
-    count = walk.num_replicas
-    x = x.without("count", "old")
-    if walk.is_alone and is_close(factor, 1.0):
-        site = walk.site(eqn)
-        if site.is_share:  # for a mean it returns R times the share; weights are an array of ones
-            return x if shape_of(eqn.outvars[0]) else x.without("share")
-        if not findings.tells_replicas(walk, site):  # R, or any other 1
-            return x if is_product else x.without(*UNTIL_DIVIDED)
+    count, x = walk.num_replicas, x.without("old")
+    is_tagged = any(x.find(name) for name in UNTIL_DIVIDED)
+    is_named = is_tagged and findings.names_replicas(walk.site(eqn))
     if is_close(factor, 1 / count):
-        is_rate = is_product and x.find("whole") and not findings.names_replicas(walk.site(eqn))
-        return x if is_rate else divide_by_replicas(walk, eqn, x)
+        is_rate = eqn.primitive.name == "mul" and x.find("whole")
+        return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
-        return x.without("share", "averaged", "total", "added")
-    is_tagged = x.find("times_R") or x.find("mean")
-    if may_average(walk, factor, is_product=is_product) or (
-        is_tagged and findings.names_replicas(walk.site(eqn))
-    ):
-        return x.without("mean", "share", "averaged", "total", "times_R", "added")
-    return x.without("total", "base") if factor == 0 else x.without("total")
+        return x.without("share", "total", *([] if x.find("times_R") else ["reduced"]))
+    if is_named:
+        return x.without(*UNTIL_DIVIDED)
+    return x.without("base") if factor == 0 else x
 
 
 def _over_replicas(x: Fact) -> Fact:
@@ -300,98 +245,82 @@ def _over_replicas(x: Fact) -> Fact:
 
 def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a product, or of a quotient with numerator `a`."""
+    is_transposed = walk.is_transposed(eqn)
     if a.differs and b.differs:
-        if a.find("mean") and b.find("logarithm") or b.find("mean") and a.find("logarithm"):
-            return DIFFERS.having(curved=walk.site(eqn))  # an entropy, of local frequencies
-        if a.find("grad") and b.find("norm") or b.find("grad") and a.find("norm"):
-            grad = a if a.find("grad") else b
-            return grad.only("grad", *SCALES).having(clipped=walk.site(eqn))
+        for grad, size in ((a, b), (b, a)):
+            if grad.find("grad") and size.find("size") and not is_transposed:
+                return grad.only("grad", *SCALES).having(clipped=walk.site(eqn))
         tagged = [x for x in (a, b) if any(x.find(name) for name in SCALES)]
-        if len(tagged) == 1 and walk.is_transposed(eqn):
+        if len(tagged) == 1 and is_transposed:
             return tagged[0].only("grad", *SCALES)
-        grad = a.find("grad") or b.find("grad")
-        return DIFFERS.having(grad=grad) if grad else _or_norm(a, b)
+        return DIFFERS._replace(tags=(a if a.find("grad") else b).only("grad", "size").tags)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
-        scales = other.only("grad", *SCALES)
-        return Fact(True, None, own.without("total", "old").tags | scales.tags)
+        own = own.without("old") if is_transposed else own.without("old", "total")
+        return Fact(True, None, own.tags | other.only("grad", "gradient", *SCALES).tags)
     kept = (*REDUCED, "random", "grad", *SCALES)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
     return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags | base.only("base").tags)
 
 
-def _or_norm(a: Fact, b: Fact) -> Fact:
-    norm = a.find("norm") or b.find("norm")
-    return DIFFERS.having(norm=norm) if norm else DIFFERS
-
-
 def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A quotient."""
     a, b = ins
+    site = walk.site(eqn)
     if b.number is not None and b.number != 0:
-        if a.number is not None:
-            site = walk.site(eqn)
-            quotient = Fact(False, a.number / b.number, a.tags)
-            if is_close(b.number, walk.num_replicas) and not site.is_mean:
-                quotient = _over_replicas(quotient)
-            return [quotient.having(divisor=(b.number, site.is_mean, site.is_share))]
-        return [_over_number(walk, eqn, a, b.number)]
+        if a.number is None:
+            return [_over_number(walk, eqn, a, b.number)]
+        quotient = Fact(False, a.number / b.number, a.tags)
+        is_over_r = is_close(b.number, walk.num_replicas) or findings.names_replicas(site)
+        if is_over_r and not site.is_mean:
+            quotient = _over_replicas(quotient)
+        return [quotient.having(divisor=(b.number, site.is_mean))]
+    is_transposed = walk.is_transposed(eqn)
     if a.number is not None and a.find("grad") is None:
-        return [_number_over(walk, eqn, a, b)]
-    if a.find("total_site") and not walk.is_transposed(eqn):
-        if b.find("total_site") and not shape_of(eqn.outvars[0]):
-            walk.ratio_counts.add(eqn.invars[1])
-            return [DIFFERS.having(ratio=walk.site(eqn))]
-        if not b.differs and b.find("count"):
-            return [DIFFERS.having(share=walk.site(eqn))]
-    # A quotient of norms weights one loss by another's gradient; only a gradient is clipped by it.
-    is_weight = a.differs and not a.find("grad")
-    return [_product(walk, eqn, a, b.only("random") if is_weight else b.only("norm", "random"))]
+        if is_transposed and b.find("total"):
+            if b.differs:
+                return [DIFFERS.having(ratio=site, grad=site)]
+            if not (a.find("over_R") or is_close(a.number, walk.num_replicas)):
+                return [EQUAL.having(share=site, grad=site)]
+        return [b.only("size")]
+    if a.find("total") and b.find("total") and not is_transposed:
+        if b.differs and not shape_of(eqn.outvars[0]):
+            return [DIFFERS.having(ratio=site)]
+        if a.differs and not b.differs:
+            return [DIFFERS.having(share=site)]
+    return [_product(walk, eqn, a, b)]
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     """Returns the fact of `x` divided by a number."""
-    (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
-    if x.find("squares") and count:
-        return DIFFERS.having(variance=site)
-    is_plain_mean = num_axes == 1 and not walk.is_alone  # else the global batch is as large
-    if count > 1 and is_close(number, count) and (is_plain_mean or site.is_mean):
-        return x.only("grad").having(mean=site)
-    is_local = is_close(x.find("added"), number) and number != walk.num_replicas
-    is_local = is_local and not walk.is_alone
-    if is_local and not (walk.is_transposed(eqn) or findings.names_replicas(site)):
-        if x.differs:
+    count, num_axes, summed = x.find("total") or (0, 0, None)
+    site, is_transposed = walk.site(eqn), walk.is_transposed(eqn)
+    grad = x.find("grad") or x.find("gradient")
+    is_plain = num_axes == 1 and not walk.is_alone  # else the global batch is as large
+    if count > 1 and is_plain and is_close(number, count * walk.num_replicas):
+        if x.differs and not findings.writes_replicas(walk, site):
+            return x.only("grad").having(share=site)
+    is_local = count > 1 and is_close(number, count) and (is_plain or site.is_mean)
+    if is_local and not is_transposed and (site.is_mean or number != walk.num_replicas):
+        if x.differs and grad:
             return x.only("grad").having(mean=site)
-        if x.find("summed"):  # the same, divided later
-            return EQUAL.having(times_R=("mean", site, x.find("summed")))
-    is_share = count > 1 and is_close(number, count * walk.num_replicas)
-    is_share = is_share and (site.is_share or not walk.is_alone)
-    if is_share and not findings.writes_replicas(walk, site):
-        return DIFFERS.having(share=site)
-    if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as in a layer norm
+        if grad and x.find("reduced") and not findings.names_replicas(site):
+            return x.without(*UNTIL_DIVIDED).having(
+                times_R=("mean", site, summed), reduced=x.find("reduced")
+            )
+    x = x if grad else x.without("total")  # no longer a count
+    if site.is_mean and is_transposed:  # a mean within an example, as in a layer norm
         return x.only("grad", *SCALES)
-    return _scaled(walk, eqn, x, 1 / number, is_product=False)
-
-
-def _number_over(walk: FactWalk, eqn: JaxprEqn, number: Fact, x: Fact) -> Fact:
-    """Returns the fact of a number divided by `x`."""
-    site = walk.site(eqn)
-    if walk.is_transposed(eqn):
-        if x.differs and eqn.invars[1] in walk.ratio_counts:
-            return DIFFERS.having(ratio=site, grad=site)
-        if x.find("count") and is_close(number.number, 1.0) and not number.find("over_R"):
-            return EQUAL.having(share=site, grad=site)
-        return x.only("norm")
-    if x.differs and x.find("mean") and not x.find("grad") and not shape_of(eqn.outvars[0]):
-        return DIFFERS.having(curved=site)
-    return x.only("norm")
+    if is_multiple(number, walk.num_replicas) and not (is_transposed or walk.is_alone):
+        is_plain = is_close(number, walk.num_replicas)  # else the mean of k microbatches, too
+        return divide_by_replicas(walk, eqn, x) if is_plain else x.without("old", *UNTIL_DIVIDED)
+    return _scaled(walk, eqn, x, 1 / number)
 
 
 def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum or difference."""
-    [out] = _sum(walk, eqn, ins)
-    a, b = ins
+    out, (a, b) = _sum(walk, eqn, ins), ins
     is_negative = eqn.primitive.name == "sub"
     old = a if _is_part(b) else b if _is_part(a) and not is_negative else EQUAL
     tags = frozenset(pair for pair in out.tags if pair[0] != "old") | old.only("old").tags
@@ -400,36 +329,35 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def _is_part(x: Fact) -> bool:
     """Returns whether a value is known to be added to state, and is not computed from state."""
-    made = x.number is not None or any(map(x.find, ("grad", "total_site", *SCALES, *REDUCED)))
+    made = x.number is not None or any(map(x.find, ("grad", *SCALES, *REDUCED)))
     return made and not x.find("base")
 
 
-def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
     a, b = ins
     if a.number is not None and b.number is not None:
         sign = -1 if eqn.primitive.name == "sub" else 1
         tags = a.without("divisor").tags | b.without("divisor").tags
-        return [Fact(False, a.number + sign * b.number, tags)]
+        return Fact(False, a.number + sign * b.number, tags)
     if walk.is_transposed(eqn) and (a.find("grad") or b.find("grad")):
-        return [_sum_of_cotangents(a, b)]
+        return _sum_of_cotangents(a, b)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs and b.differs:
-        return [_sum_of_different(walk, eqn, a, b)]
+        return _sum_of_different(a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
-        if a is other and a.find("summed") and eqn.primitive.name == "sub":
-            return [DIFFERS.having(others=walk.site(eqn))]
         if own.find("component"):
             findings.find_repeated_total(walk, eqn, other)
-        kept = own.without("variance", "curved", "centered", "share")
-        kept = kept if own.find("grad") else kept.without("total")
-        if other.number is None or own.find("share") is None:
-            kept = Fact(True, None, kept.tags | own.only("share").tags)
+        dropped = [] if own.find("grad") else ["total"]
+        kept = own.without("share" if other.number is not None else "", *dropped)
         base = EQUAL if own.find("component") else other.only("base")
-        return [Fact(True, None, kept.tags | base.tags)]
-    findings.find_update_times_r(walk, eqn, a, b)
+        return Fact(True, None, kept.tags | base.tags)
+    for own, other in ((a, b), (b, a)):
+        is_update = other.find("base") and not own.find("base")
+        if is_update and own.find("times_R") and own.find("gradient"):
+            findings.find_times_r(walk, own.find("times_R"), None)
     kept = (*REDUCED, "random", "base", "grad", *SCALES)
-    return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]
+    return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)
 
 
 def _sum_of_cotangents(a: Fact, b: Fact) -> Fact:
@@ -440,46 +368,25 @@ def _sum_of_cotangents(a: Fact, b: Fact) -> Fact:
     return out.having(mean=mean) if is_mean else out  # the other path has some unknown factor
 
 
-def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
-    if eqn.primitive.name == "sub" and not a.find("mean"):
-        if b.find("mean") and shape_of(eqn.outvars[0]) and not b.find("grad"):
-            return DIFFERS.having(centered=walk.site(eqn))
-    if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
-        return DIFFERS.having(variance=walk.site(eqn))
-    if a.find("others") or b.find("others"):
-        return DIFFERS.having(completed=walk.site(eqn))
-    findings.find_dropped_parts(walk, eqn, a, b)
-    names = [
-        n for n in (*SCALES, "grad_squares", "clipped", "total_site") if a.find(n) and b.find(n)
-    ]
-    if not (a.find("grad") and b.find("grad")):
-        names.extend(n for n in ("clipped",) if a.find(n) or b.find(n))
-    out = a.only(*names)
-    for x in (a, b):
-        if x.find("grad") and x.find("total"):  # noise added to a sum of clipped gradients
-            out = out._replace(tags=out.tags | x.only("total", "total_site").tags)
-    grad, component = a.find("grad") or b.find("grad"), a.find("component") or b.find("component")
-    out = out.having(grad=grad) if grad else out
-    out = out.having(component=component) if component else out
-    base = a.find("base") or b.find("base")
-    return out.having(base=base) if base else out
+def _sum_of_different(a: Fact, b: Fact) -> Fact:
+    out = a.only(*(n for n in (*SCALES, "clipped") if a.find(n) and b.find(n)))
+    for name in ("grad", "size", "component", "base"):
+        held = a.find(name) or b.find(name)
+        out = out.having(**{name: held}) if held else out
+    for x in (a, b):  # noise added to a sum of gradients
+        out = out._replace(tags=out.tags | x.only("total").tags) if x.find("grad") else out
+    return out
 
 
 def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """max, min, clamp."""
     tensors = [x for x in ins if x.number is None]
-    if len(tensors) == 1 and tensors[0].find("grad") and not walk.is_transposed(eqn):
-        x = tensors[0]
-        return [x.having(clipped=walk.site(eqn)) if x.differs else x]
     if len(tensors) == 1:
-        return [tensors[0].without("mean", "share") if tensors[0].differs else tensors[0]]
-    if not any(x.differs for x in ins):
-        return [EQUAL.having(random=r) if (r := _random(ins)) else EQUAL]
-    return [_or_norm(ins[0], ins[-1])]
-
-
-def _random(ins: Sequence[Fact]) -> Any:
-    return next((x.find("random") for x in ins if x.find("random")), None)
+        [x] = tensors
+        if x.differs and x.find("grad") and not walk.is_transposed(eqn):
+            return [x.having(clipped=walk.site(eqn))]
+        return [x.without("mean", "share") if x.differs else x]
+    return elementwise(walk, eqn, ins)
 
 
 def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -488,9 +395,9 @@ def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if eqn.invars[0] is eqn.invars[1] and a.find("grad"):
         return [squared(a)]
     out = _product(walk, eqn, a.without("random"), b.without("random"))
-    out = out.without("base", "clipped", "norm", "total", "centered")
     if not walk.is_transposed(eqn):
         return [out.only(*REDUCED) if not out.differs else DIFFERS]
+    out = out.without("base", "clipped", "size")
     return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
 
 
@@ -502,34 +409,24 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if which.number is not None:
         return [cases[min(int(which.number), len(cases) - 1)]]
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
-    tags = frozenset.intersection(*(c.without("only_first").tags for c in tensors))
-    for name in ("clipped", "norm"):
+    tags = frozenset.intersection(*(c.tags for c in tensors))
+    for name in ("clipped", "size", "gradient"):
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
-    differs = any(x.differs for x in ins)
-    out = Fact(differs, None, tags)
-    if completes(cases):
-        out = out.having(completed=walk.site(eqn))
+    out = Fact(any(x.differs for x in ins), None, tags)
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
         out = out.without("base", "old")
-    if any(c.differs for c in cases) and which.differs:
+    if which.differs and any(c.differs for c in cases):
         out = out.having(data=walk.site(eqn))
-        if which.find("rank") and any(c.find("mean") or c.find("total") for c in cases):
-            out = out.having(chosen=walk.site(eqn))
-    numbers = [case.number for case in cases if case.number is not None]
-    if which.find("rank") and len(numbers) == len(cases) and 0.0 in numbers:
-        out = out.having(only_first=sum(numbers))
-    random = _random([which]) if not differs else None
+    random = None if out.differs else which.find("random")
     return [out.having(random=random) if random else out]
 
 
 def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Other ops; keeps random bits of equal keys, and norms of local gradients."""
+    """Other ops; keeps random bits of equal keys, and sizes of local gradients."""
     out = unknown(ins)
-    if out.differs:
-        kept = frozenset().union(*(x.only("norm", "rank").tags for x in ins))
-        return [Fact(True, None, kept)] * len(eqn.outvars)
-    random = _random(ins)
-    return [out.having(random=random) if random else out] * len(eqn.outvars)
+    name = "size" if out.differs else "random"
+    held = next((x.find(name) for x in ins if x.find(name)), None)
+    return [out.having(**{name: held}) if held else out] * len(eqn.outvars)
 
 
 def compare(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -552,16 +449,13 @@ def bits(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
 
 
-# -- one operand --------------------------------------------------------------
-
-
 def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Moves or converts elements; all facts are kept."""
     if len(eqn.outvars) > 1:  # one operand per output, as in an optimization barrier
         return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
     rest = unknown(ins[1:])
     kept = ins[0].without("old") if rest.differs else ins[0]
-    return [kept._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
+    return [kept._replace(differs=ins[0].differs or rest.differs)]
 
 
 def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -579,29 +473,29 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     repeated, x = x.find("repeated"), x._replace(tags=x.without("repeated").tags)
-    divisor, is_mean, is_average_loss = x.find("divisor") or (None, False, False)
+    number, is_mean = x.find("divisor") or (None, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
+    is_plain = len(summed) == 1 and not walk.is_alone
     # The elements of one example may by chance be as many as a batch: there, trust only jnp.mean.
-    is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
-    is_whole = shape in walk.completed and shape[0] not in walk.leading
+    is_weighted = is_mean and is_close(number, count)  # 0.5 * jnp.mean(losses)
+    is_whole = walk.mixes and shape[0] not in walk.leading  # it may be rows of all replicas
     is_local = walk.may_be_batch(summed) and not is_whole
-    is_divided = x.find("over_R") or may_average(walk, weight)
-    is_plain_mean = is_close(weight, 1.0) and len(summed) == 1 and not walk.is_alone
-    is_mean_of_rows = is_plain_mean or is_weighted
+    is_plain_mean = is_plain and is_close(weight, 1.0)
+    is_divided = x.find("over_R") or is_close(weight, 1 / walk.num_replicas) and not walk.is_alone
+    if is_multiple(number, walk.num_replicas) and not is_weighted:  # by all microbatches
+        is_divided = is_divided or not is_plain_mean
+    is_mean_of_rows = is_weighted or is_plain_mean
+    x = x.having(grad=seed)
     if is_local and is_mean_of_rows and not is_divided:
-        x = x.having(mean=seed, grad=seed)
         is_repeated = repeated and is_weighted and is_close(weight, walk.num_replicas)
-        return x.having(repeated=repeated) if is_repeated else x
-    is_sum = is_close(x.number, 1.0) and len(summed) == 1 and not walk.is_alone
-    if is_local and is_sum and count in walk.leading:
-        return x.having(added=count, grad=seed)
-    is_share = is_close(weight * walk.num_replicas, 1.0)
-    is_share = is_share and is_close(divisor, count * walk.num_replicas)
-    is_share = is_share and (is_average_loss and not x.find("over_R") or not walk.is_alone)
-    if is_share and not findings.writes_replicas(walk, seed):
-        return x.having(share=seed, grad=seed)
-    return x.having(grad=seed)
+        return x.having(mean=seed, **({"repeated": repeated} if is_repeated else {}))
+    if is_local and is_plain and is_close(x.number, 1.0) and count in walk.leading:
+        return x.having(total=(count, 1, seed))
+    is_share = is_plain and is_close(number, count * walk.num_replicas)
+    is_share = is_share and not is_close(weight, 1.0)  # R times a share is a mean
+    is_share = is_share and (not x.find("over_R") or is_close(weight * walk.num_replicas, 1.0))
+    return x.having(share=seed) if is_share and not findings.writes_replicas(walk, seed) else x
 
 
 def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -611,23 +505,16 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
         return [x._replace(number=x.number * count)]
     if not x.differs:
         return [x.only("grad", *SCALES, *REDUCED)]
-    if x.find("completed") and not walk.is_transposed(eqn):
-        walk.completed.add(shape_of(eqn.invars[0]))
-    if x.find("grad_squares"):
-        return [x.only("grad_squares")]
+    total = (count, len(axes), walk.site(eqn))
     if x.find("grad"):
         grad = x.only("grad", *SCALES)
-        if axes != (0,) or count not in walk.leading or walk.is_transposed(eqn):
-            return [grad]
-        return [grad.having(total=(count, 1), total_site=walk.site(eqn))]  # each example's own
-    if 0 not in axes and shape_of(eqn.outvars[0]):
-        return [x.only("squares", "curved")]
+        is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
+        return [grad.having(total=total) if is_by_example else grad]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
-    if x.find("curved") or not walk.may_be_batch(summed):
-        return [x.only("curved")]
-    total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
-    squares = x.find("squares")
-    return [total.having(squares=squares) if squares else total]
+    is_of_rows = 0 in axes or not shape_of(eqn.outvars[0])
+    if x.find("size") or not is_of_rows or not walk.may_be_batch(summed):
+        return [x.only("size")]
+    return [DIFFERS.having(total=total)]
 
 
 def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -640,39 +527,16 @@ def _put(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Writes, or adds, elements into an array."""
     is_slice = eqn.primitive.name == "dynamic_update_slice"
     parts = [ins[0], ins[1 if is_slice else 2]]
-    if completes(parts):
-        return [DIFFERS.having(completed=walk.site(eqn))]
     return [of_parts(parts)._replace(differs=unknown(ins).differs)]
 
 
 def _concatenate(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Puts operands beside each other: concatenate, stack."""
-    if completes(ins):
-        return [DIFFERS.having(completed=walk.site(eqn))]
     [out] = elementwise(walk, eqn, ins)
     return [out._replace(tags=out.tags | of_parts(ins).tags)]
 
 
-def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """A nonlinear function."""
-    x = ins[0]
-    if not x.differs:
-        return [x.only("random")]
-    name = eqn.primitive.name
-    if name == "sqrt" and x.find("grad_squares"):
-        return [DIFFERS.having(norm=walk.site(eqn))]
-    if name == "sqrt" and x.find("variance"):
-        return [x.only("variance")]
-    is_scalar = not shape_of(eqn.outvars[0])
-    inner = x.find("mean") or x.find("ratio")
-    if inner and not x.find("grad") and not walk.is_transposed(eqn):
-        if is_scalar:
-            return [DIFFERS.having(curved=walk.site(eqn))]
-        return [DIFFERS.having(logarithm=inner) if name == "log" else x.only("norm")]
-    return [x.only("norm", "curved")]
-
-
-def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+def _power(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
     power = eqn.params.get("y", 2)
     if x.number is not None:
@@ -680,7 +544,7 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
     if power == 1:  # as optax computes Adam's first moments
         return _same(walk, eqn, ins)
-    return [squared(x)] if power == 2 else _curve(walk, eqn, ins)
+    return [squared(x)] if power == 2 else elementwise(walk, eqn, ins)
 
 
 # -- over the replicas --------------------------------------------------------
@@ -691,23 +555,23 @@ def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | No
         return [unknown([x]) for x in ins]
     if eqn.params.get("axis_index_groups") is not None:
         return [DIFFERS] * len(ins)
-    walk.tells_means_apart |= any(x.find("mean_square") for x in ins)
     return [sum_over_replicas(walk, eqn, x) for x in ins]
 
 
 def _gathered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if not names_axis(eqn, walk.axis_name):
         return [unknown(ins)] * len(eqn.outvars)
-    walk.tells_means_apart |= any(x.find("mean") and not x.find("grad") for x in ins)
-    return [EQUAL.having(gathered=walk.site(eqn))] * len(eqn.outvars)
+    walk.mixes = True
+    return [_of_gathered(walk, eqn, ins[0])] * len(eqn.outvars)
+
+
+def _of_gathered(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    out, grad = EQUAL.having(reduced=("gathered", walk.site(eqn))), x.find("grad")
+    return out.having(gradient=grad) if grad else out
 
 
 def _extreme(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [EQUAL if names_axis(eqn, walk.axis_name) else unknown(ins)] * len(eqn.outvars)
-
-
-def _rank(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    return [DIFFERS.having(rank=walk.site(eqn))]
 
 
 def _variable(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -724,7 +588,7 @@ def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """A reduce-scatter: replicas keep different rows of the sum, so a norm of them is local."""
+    """A reduce-scatter: replicas keep different rows of the sum, so a size of them is local."""
     if not names_axis(eqn, walk.axis_name):
         return [unknown(ins)]
     # As the transpose of a gather, it sums the cotangents of all replicas' means or shares.
@@ -749,8 +613,7 @@ RULES: dict[str, Rule] = {
     **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
     **_named(_put, "dynamic_update_slice scatter scatter-add"),
     **_named(_reduce_sum, "reduce_sum"),
-    **_named(_curve, "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow"),
-    **_named(_square, "integer_pow square"),
+    **_named(_power, "integer_pow square"),
     **_named(mul, "mul"),
     **_named(div, "div"),
     **_named(add, "add sub add_any"),
@@ -759,9 +622,9 @@ RULES: dict[str, Rule] = {
     **_named(select, "select_n"),
     **_named(
         elementwise,
-        "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh "
-        "shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type rem "
-        "is_finite logistic log_softmax",
+        "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh exp exp2 log log1p "
+        "expm1 sqrt rsqrt cbrt pow shift_left shift_right_logical shift_right_arithmetic "
+        "bitcast_convert_type rem is_finite logistic log_softmax",
     ),
     **_named(_concatenate, "concatenate stack"),
     **_named(compare, "eq ne lt le gt ge"),
@@ -769,9 +632,8 @@ RULES: dict[str, Rule] = {
     **_named(_psum, "psum psum_invariant"),
     **_named(_gathered, "all_gather all_gather_invariant"),
     **_named(_extreme, "pmax pmin"),
-    **_named(_rank, "axis_index"),
     **_named(_variable, variable_p.name),
     **_named(reduced, "jit"),
-    **_named(_own, "ppermute all_to_all"),
+    **_named(_own, "axis_index ppermute all_to_all"),
     **_named(_scattered, "reduce_scatter"),
 }

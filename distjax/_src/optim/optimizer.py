@@ -16,7 +16,6 @@ from distjax._src.collectives.ops import as_reduce_op
 from distjax._src.context import frames
 from distjax._src.context.contracts import StrategyLike
 from distjax._src.integers import require_int
-from distjax._src.lint.between_runs import report_unfit_between_runs
 from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.optim.slots import OptimizerState, make_state, update_variables
 from distjax._src.placement.per_replica import is_per_replica
@@ -328,7 +327,6 @@ class Optimizer:
         frame = frames.current()
         context = frame.replica_context
         if context is None or (frame.allows_both and frame.strategy is not self._strategy):
-            report_unfit_between_runs(self._op.name, grads, self._strategy.extended.topology)
             self._apply_across(self._strategy, grads, extra)
             return
         _require_no_per_replica((grads, extra))

@@ -153,7 +153,8 @@ class Analysis(Flow[bool]):
                 f"{what} at {user_lines.source_line(found)}",
                 why="replicas that take another branch, or leave the loop earlier, never arrive "
                 "at the collective, and the others wait for ever",
-                fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0; or move "
+                fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0 (true on any "
+                "replica), or ctx.all_reduce('sum', ~p) == 0 (on all, as for isfinite); or move "
                 f"{what} out of the {construct} and select afterwards with jnp.where; or, for "
                 f"a counter that dj.pmap takes, in_axes=None{_read_before(what, construct)}",
             )

@@ -590,7 +590,8 @@ def _combine_in_replica(
                 "reduced with the given reduce op ReduceOp.SUM",
                 why="it is the same object on every replica, so it is unclear whether it is to be "
                 "summed",
-                fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas",
+                fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas; to count "
+                "steps: aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA",
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)

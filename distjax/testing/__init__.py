@@ -1,4 +1,4 @@
-"""For tests: steps whose numbers do not depend on R, the reference interpreter, HLO's collectives."""
+"""For tests: whether numbers depend on R, the reference interpreter, collectives in HLO text."""
 
 from distjax._src.check.check import assert_replica_invariant
 from distjax._src.testing.reference import ReferenceStrategy

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 #: The arguments whose annotation is a bare `Any`, and why Python has no better word for each.
 ANY_ARGUMENTS = {
     "_src/diagnostics/collectives.py _operations(op)": "MLIR, which has no public types",
+    "_src/objects/stateful.py before(outcome)": "what the bridge's own `collect` returned",
     "_src/objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
     "_src/objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
     "_src/replica/trace.py _name_after(traced)": "a function that is given attributes of JAX's",

@@ -191,7 +191,7 @@ def _check_by_running(
         raise CheckError(describe(function_name(fn), found), tuple(found))
 
 
-def _check_by_rules(fn: Any, args: Any, kwargs: Any, strategy: Any) -> None:
+def _check_by_rules(fn: PyTree, args: PyTree, kwargs: PyTree, strategy: PyTree) -> None:
     notes = Notes(collects_findings=True)
     lower_step(fn, args, kwargs, strategy, notes, "check")
     found = [finding for finding in notes.findings if finding.expected is None]
@@ -199,7 +199,7 @@ def _check_by_rules(fn: Any, args: Any, kwargs: Any, strategy: Any) -> None:
         raise CheckError(describe(function_name(fn), found), tuple(found))
 
 
-def _as_numbers(batch_argnums: Any, count: int) -> tuple[int, ...]:
+def _as_numbers(batch_argnums: PyTree, count: int) -> tuple[int, ...]:
     """Returns `batch_argnums` as a tuple; raises a ValueError for what is no such number."""
     numbers = (batch_argnums,) if is_int(batch_argnums) else batch_argnums
     if isinstance(numbers, (tuple, list)) and all(is_int(n) and 0 <= n < count for n in numbers):
@@ -214,7 +214,7 @@ def _as_numbers(batch_argnums: Any, count: int) -> tuple[int, ...]:
     )
 
 
-def _require_tolerance(tolerance: Any) -> None:
+def _require_tolerance(tolerance: PyTree) -> None:
     is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     if tolerance is None or (is_number and tolerance > 0):
         return
@@ -246,7 +246,7 @@ class _Check:
 
     def __init__(
         self,
-        fn: Any,
+        fn: PyTree,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         strategy: Strategy | None,
@@ -327,11 +327,11 @@ class _Check:
             return self._trace_alone()
         raise UnsupportedError(_shape_text(self._name, self._count, refused)) from refused
 
-    def _options(self, **changes: Any) -> Options:
+    def _options(self, **changes: PyTree) -> Options:
         draws = self._alone.recording.draws
         return Options(self._count, draws, answers=self._answers, **changes)
 
-    def _options_alone(self, **changes: Any) -> Options:
+    def _options_alone(self, **changes: PyTree) -> Options:
         return Options(answers=self._answers, **changes)
 
     def _with_other_rows(self, several: TracedStep, alone: TracedStep) -> list[Finding]:
@@ -352,7 +352,7 @@ class _Check:
 
     # -- explaining ---------------------------------------------------------------
 
-    def _explain(self, different: Sequence[Difference], change: Any = None) -> list[Finding]:
+    def _explain(self, different: Sequence[Difference], change: PyTree = None) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
         wrong = self._not_by_rounding(different, change)
         wrong = self._not_by_order(wrong, change)
@@ -400,7 +400,7 @@ class _Check:
             self._excused[different.value.name or "the result"] = tags
         return bool(tags)
 
-    def _not_by_rounding(self, different: Sequence[Difference], change: Any) -> list[Difference]:
+    def _not_by_rounding(self, different: Sequence[Difference], change: PyTree) -> list[Difference]:
         """Returns what differs by more than if the rows change by a few roundings."""
         plain, disturbed = self._plain(change), self._traced_alone.run(self._disturb(change))
         left = []
@@ -427,7 +427,7 @@ class _Check:
 
         return disturb
 
-    def _not_by_order(self, different: Sequence[Difference], change: Any) -> list[Difference]:
+    def _not_by_order(self, different: Sequence[Difference], change: PyTree) -> list[Difference]:
         """Returns what does not depend on the order of the rows."""
         sizes = {len(rows.whole) for rows in self._arguments.rows}
         if not different or len(sizes) != 1:
@@ -443,20 +443,25 @@ class _Check:
         return [d for d in different if d.key not in moved]
 
     def _not_by_constants(
-        self, wrong: list[Difference], several: Run, change: Any
+        self, wrong: list[Difference], several: Run, change: PyTree
     ) -> list[Difference]:
         """Returns what differs still if numbers such as R stand for the number of replicas."""
         if not wrong:
             return wrong
         constants = {float(self._count): 1.0, 1 / self._count: 1.0}
-        run = TracedStep(self._trial, self._options_alone(constants=constants)).run(change)
+        nodes = several.recording.nodes  # a number of rows is another one there
+        lines = {
+            n.line for n in nodes if not constants.keys().isdisjoint(map(_as_float, n.literals))
+        }
+        options = self._options_alone(constants=constants, constant_lines=lines)
+        run = TracedStep(self._trial, options).run(change)
         if not run.recording.used_constants:
             return wrong
         left = {d.key for d in self._compare(several, run)}
         return [d for d in wrong if d.key in left]
 
     def _find_fix(
-        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: Any
+        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: PyTree
     ) -> str | None:
         """Returns a fix with which nothing of this differs, among a few that are tried."""
         keys = {d.key for _, d in group}
@@ -474,9 +479,17 @@ class _Check:
                 return fix_text(edit, told)
         return None
 
-    def _plain(self, change: Any) -> Run:
+    def _plain(self, change: PyTree) -> Run:
         """Returns the run of the one replica."""
         return self._alone if change is None else self._traced_alone.run(change)
+
+
+def _as_float(literal: PyTree) -> float:
+    """Returns a number of the code; NaN for what is none."""
+    try:
+        return float(literal)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 def _shape_text(name: str, count: int, error: Exception) -> str:

@@ -59,7 +59,13 @@ class Comparison:
 
     def differences(self, several: Run, alone: Run) -> list[Difference]:
         """Returns what differs."""
-        before, expected = state_before(self._args, several.result)
+        args = self._args
+        if self._stacks:  # as the results are
+            stacked = lambda x: x.stacked if isinstance(x, PerReplica) else x
+            args = jax.tree.map(stacked, args, is_leaf=is_per_replica)
+        before, expected = state_before(args, several.result)
+        if self._stacks:
+            before = {key: x[0] for key, x in before.items() if np.ndim(x)}
         found = []
         for key, value in several.values.items():
             if key in expected:
@@ -69,20 +75,19 @@ class Comparison:
             found += self._compare(key, value, alone.values.get(key))
         return found
 
-    def _compare(self, key: Any, value: Value, other: Value | None) -> Iterator[Difference]:
+    def _compare(self, key: PyTree, value: Value, other: Value | None) -> Iterator[Difference]:
         if other is None:
             yield Difference(key, value, "is not there with one replica")
             return
         ours, theirs = numbers(value.array), numbers(other.array)
+        if self._stacks and ours.ndim and theirs.shape[:1] == (1,):
+            value.varying = other.varying = True
         theirs = theirs[0] if other.varying else theirs
-        varying = value.varying
-        if self._stacks and not varying and ours.ndim and theirs.shape[:1] == (1,):
-            varying, theirs = True, theirs[0]
         before = None if value.before is None else numbers(value.before)
         dtype = getattr(value.array, "dtype", None)
         is_low = dtype in (jnp.bfloat16, jnp.float16)  # 4 roundings, of the larger of the two
         rounding = 4 * float(jnp.finfo(dtype).eps) if is_low else 0.0
-        if not varying:
+        if not value.varying:
             factor = self.factor(ours, theirs, before, rounding)
             if factor is not None:
                 yield Difference(key, value, "differs", factor)
@@ -95,7 +100,7 @@ class Comparison:
             yield from self._compare_parts(key, value, ours, theirs, rounding)
 
     def _compare_parts(
-        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray, rounding: float
+        self, key: PyTree, value: Value, ours: np.ndarray, theirs: np.ndarray, rounding: float
     ) -> Iterator[Difference]:
         """Compares a value per replica that is no state."""
         if ours.shape[1:] == theirs.shape:
@@ -180,7 +185,7 @@ def _owner_of(name: str) -> str:
     return re.split(r"[./](?=[^./]*$)", name)[0]
 
 
-def numbers(value: Any) -> np.ndarray:
+def numbers(value: PyTree) -> np.ndarray:
     """Returns a value on the host; a PRNG key as its data, low precision as float32."""
     if isinstance(value, PerReplica):
         value = value.stacked[0]
@@ -190,10 +195,12 @@ def numbers(value: Any) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
 
 
-def largest_change(a: Any, b: Any) -> float:
+def largest_change(a: PyTree, b: PyTree) -> float:
     """Returns the largest difference of two values of one form; 0 of what are no numbers."""
     a, b = numbers(a), numbers(b)
-    if a.shape != b.shape or not np.issubdtype(a.dtype, np.inexact):
+    if a.shape != b.shape:
+        return float("inf")
+    if not np.issubdtype(a.dtype, np.inexact):
         return 0.0
     return float(np.nanmax(np.abs(a - b), initial=0))
 
@@ -221,36 +228,41 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any]
     An argument comes back if the result, or a part of it, has its structure and shapes. And the
     paths of those that `dj.expect` allows to come back different.
     """
-    parts = [("", result)]
-    if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
-        parts += [(f"[{i}]", part) for i, part in enumerate(result)]
-    elif isinstance(result, dict):
-        parts += [(f"[{key!r}]", part) for key, part in result.items()]
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_per_replica)
     found: dict[str, Any] = {}
-    taken: set[str] = set()
     meant: dict[int, tuple[Any, str]] = {}
     (*given,), _ = without_expectations(tuple(args), {}, meant)
-    expected: set[str] = set()
+    expected, taken = set[str](), set[int]()
     for arg in given:
-        leaves, treedef = jax.tree.flatten(arg, is_leaf=is_per_replica)
-        if not leaves or all(isinstance(x, PerReplica) for x in leaves):
+        leaves, form = jax.tree.flatten(arg, is_leaf=is_per_replica)
+        is_lone_number = jax.tree_util.treedef_is_leaf(form) and np.shape(leaves[0]) == ()
+        if not leaves or is_lone_number or all(isinstance(x, PerReplica) for x in leaves):
             continue
-        for prefix, part in parts:
-            pairs, own = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_per_replica)
-            is_lone_number = len(pairs) == 1 and not pairs[0][0] and np.shape(leaves[0]) == ()
-            if prefix in taken or own != treedef or is_lone_number:
+        for start, part in _parts(treedef):
+            numbers_of_leaves = range(start, start + part.num_leaves)
+            if part != form or not taken.isdisjoint(numbers_of_leaves):
                 continue
-            if any(_shape(x) != _shape(y) for (_, x), y in zip(pairs, leaves, strict=True)):
+            own = [pairs[i] for i in numbers_of_leaves]
+            if any(_shape(x) != _shape(y) for (_, x), y in zip(own, leaves, strict=True)):
                 continue
-            taken.add(prefix)
-            for (path, _), before in zip(pairs, leaves, strict=True):
+            taken.update(numbers_of_leaves)
+            for (path, _), before in zip(own, leaves, strict=True):
+                key = jax.tree_util.keystr(path)
                 if id(before) in meant:
-                    expected.add(prefix + jax.tree_util.keystr(path))
+                    expected.add(key)
                 if hasattr(before, "dtype") and not isinstance(before, PerReplica):
-                    found[prefix + jax.tree_util.keystr(path)] = before
+                    found[key] = before
             break
     return found, expected
 
 
-def _shape(x: Any) -> tuple[int, ...]:
+def _parts(treedef: jax.tree_util.PyTreeDef, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yields a tree and its parts, outermost first, each with the number of its first leaf."""
+    yield start, treedef
+    for child in treedef.children():
+        yield from _parts(child, start)
+        start += child.num_leaves
+
+
+def _shape(x: PyTree) -> tuple[int, ...]:
     return tuple(getattr(x, "shape", ()))

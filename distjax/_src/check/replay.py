@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -30,6 +30,7 @@ from distjax._src.placement.topology import Topology
 from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter, OneDevice
 from distjax._src.replica.global_value import GlobalValue
+from distjax._src.typing import PyTree
 from distjax.errors import UnsupportedError, message
 
 #: Primitives that draw as many numbers, or keys, as their parameter `shape` says.
@@ -117,6 +118,8 @@ class TraceOptions(Protocol):
     @property
     def modes(self) -> Any: ...
     @property
+    def constant_lines(self) -> Collection[str]: ...
+    @property
     def answers(self) -> Mapping[Place, Any] | None: ...
 
 
@@ -131,7 +134,7 @@ class Recording:
         self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
         self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
-        self.modes = options.modes
+        self.modes, self.constant_lines = options.modes, options.constant_lines
         self._axes, self._order = options.axes or {}, options.order
         #: What callbacks returned in the first run; None: this is it.
         self.given_answers = options.answers
@@ -170,7 +173,7 @@ class Recording:
 
     # -- values -----------------------------------------------------------------
 
-    def keep(self, node: Node, value: Any) -> None:
+    def keep(self, node: Node, value: PyTree) -> None:
         """Keeps a value of the trace."""
         if self.returns:
             self.nodes.append(node)
@@ -189,7 +192,7 @@ class Recording:
         self.record(array, node, self.tags_of(array))
         return node
 
-    def node_at(self, array: Any) -> Node | None:
+    def node_at(self, array: PyTree) -> Node | None:
         """Returns the node of a global value, looking through constraints; None: not kept."""
         while id(array) not in self._node_of:
             eqn = jax_compat.equation_of(array)
@@ -198,13 +201,13 @@ class Recording:
             (array,) = eqn.in_tracers
         return self._node_of[id(array)][1]
 
-    def record(self, array: Any, node: Node | None, tags: Tags) -> None:
+    def record(self, array: PyTree, node: Node | None, tags: Tags) -> None:
         """Remembers what is known of a global value."""
         if node is not None:
             self._node_of[id(array)] = array, node
         self._tags_of[id(array)] = array, tags
 
-    def tags_of(self, array: Any) -> Tags:
+    def tags_of(self, array: PyTree) -> Tags:
         """Returns the tags of a global value: its own, or those of what it is computed from."""
         pending = [array]
         while pending:
@@ -234,7 +237,7 @@ class Recording:
         self.axes[place] = axes[0]
         return axes[0]
 
-    def in_order(self, place: Place, drawn: Any, ndim: int) -> Any:
+    def in_order(self, place: Place, drawn: PyTree, ndim: int) -> Any:
         """Returns what the one replica drew, for rows that stand in another order."""
         axis, order = self._axes.get(place), self._order
         if axis is None or order is None or drawn.shape[ndim + axis] != len(order):
@@ -317,7 +320,7 @@ class _Kept:
         self.values: list[Any] = []
         self.answers: list[tuple[Place, Any]] = []
 
-    def add(self, node: Node, value: Any) -> None:
+    def add(self, node: Node, value: PyTree) -> None:
         """Keeps a value; of a PRNG key nothing."""
         self.nodes.append(node)
         is_key = jax_compat.is_key_dtype(jnp.result_type(value))
@@ -351,10 +354,12 @@ class _Evaluator(OneDevice):
     def __init__(self, emitter: JaxprEmitter, recording: Recording):
         super().__init__(emitter.analysis, emitter.topology.num_replicas)
         self._recording = recording
+        self._edits_inside: dict[int, dict[int, int]] = {}  # by id of an equation in a loop
+        self._is_inside = False
         self._shares_device = emitter.topology.mesh is None
 
     def _is_special(self, eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name in DRAWS or self._recording.constants:
+        if eqn.primitive.name in DRAWS or self._recording.constants or self._is_inside:
             return True
         if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
             return True
@@ -363,11 +368,18 @@ class _Evaluator(OneDevice):
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        outs = self._evaluated(eqn, ins)
+        own = self._edits_inside.get(id(eqn), {}) if self._is_inside else {}
+        return [
+            self._as_edited(own[i], i, out, ins) if i in own else out for i, out in enumerate(outs)
+        ]
+
+    def _evaluated(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
             return [self._draw(eqn, ins[0])]
         if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
             return self._answer(eqn, ins)
-        if self._recording.constants:
+        if self._recording.constants or self._is_inside:
             ins = self._exchanged(eqn, ins)
             if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
                 return jax_compat.bind_equation(eqn, ins)
@@ -376,16 +388,19 @@ class _Evaluator(OneDevice):
     def _exchanged(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """Returns operands with other numbers in the place of those in the code."""
         recording, new = self._recording, list[Any]()
+        line = user_lines.source_line(eqn)
+        if line not in recording.constant_lines or _is_of_a_mean(eqn):
+            return ins
         for atom, value in zip(eqn.invars, ins, strict=True):
             if isinstance(atom, Literal) and jnp.ndim(value) == 0:
                 other = recording.constants.get(float(value))
                 if other is not None and atom.aval.dtype != bool:
-                    recording.used_constants[user_lines.source_line(eqn)] = float(value)
+                    recording.used_constants[line] = float(value)
                     value = jnp.asarray(other, atom.aval.dtype)
             new.append(value)
         return new
 
-    def _draw(self, eqn: JaxprEqn, keys: Any) -> Any:
+    def _draw(self, eqn: JaxprEqn, keys: PyTree) -> Any:
         recording, own = self._recording, tuple(eqn.params["shape"])
         place = recording.place_of_draw(eqn)
         if recording.mates is None:
@@ -422,7 +437,7 @@ class _Evaluator(OneDevice):
             )
         return [self._own_answer(rows, v.aval) for rows, v in zip(given, eqn.outvars, strict=True)]
 
-    def _own_answer(self, rows: Any, aval: Any) -> Any:
+    def _own_answer(self, rows: PyTree, aval: PyTree) -> Any:
         """Returns this replica's answer, or the one replica's: the rows of all, joined."""
         if self.num_replicas == len(rows) > 1:
             return self.own_row(rows)
@@ -445,7 +460,7 @@ class _Evaluator(OneDevice):
         env = dict(zip(jaxpr.invars, zip(args, given, strict=True), strict=True))
         env.update((v, (c, _CONSTANT)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
-        def read(atom: Any) -> tuple[Any, Node]:
+        def read(atom: PyTree) -> tuple[Any, Node]:
             return (atom.val, _CONSTANT) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -474,7 +489,6 @@ class _Evaluator(OneDevice):
         leave a loop. Which branch was taken is known once the step has run.
         """
         inside = (*outer, eqn)
-        outs = self._equation(eqn, [x for x, _ in ins])
         made: list[tuple[Node, ...]] = []
         if eqn.primitive.name == "cond":
             for branch in eqn.params["branches"]:
@@ -487,6 +501,9 @@ class _Evaluator(OneDevice):
             code, consts, first = _first_turn(eqn, ins)
             values, nodes = [x for x, _ in first], [n for _, n in first]
             made = [tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))]
+        was_inside, self._is_inside = self._is_inside, bool(self._recording.edits)
+        outs = self._equation(eqn, [x for x, _ in ins])
+        self._is_inside = was_inside
         place, found = self._recording.place(eqn, outer), []
         for i, out in enumerate(outs):
             node = Node((place, i), tuple(nodes[i] for nodes in made if nodes[i] is not _CONSTANT))
@@ -514,7 +531,10 @@ class _Evaluator(OneDevice):
         is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
         found = []
         for i, out in enumerate(outs):
-            out = self._edited((place, i), out, values)
+            number = recording.edits.get((place, i))
+            if number is not None:
+                out = self._as_edited(number, i, out, values)
+                self._edits_inside.setdefault(id(eqn), {})[i] = number
             node = Node((place, i), inputs, is_reduction, literals=literals)
             kept.add(node, out)
             found.append((out, node))
@@ -522,22 +542,25 @@ class _Evaluator(OneDevice):
             kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
-    def _edited(self, where: tuple[Place, int], out: Any, ins: Sequence[Any]) -> Any:
-        """Returns a value as its edit says."""
-        number = self._recording.edits.get(where)
-        if number is None:
-            return out
+    def _as_edited(self, number: int, i: int, out: PyTree, ins: Sequence[Any]) -> Any:
+        """Returns the result `i` of an equation as its edit says."""
         count, total = self.num_replicas, lax.psum(out, self.axis_name)
-        operand = ins[where[1]] if where[1] < len(ins) else out
+        operand = ins[i] if i < len(ins) else out
         operand = operand if jnp.shape(operand) == jnp.shape(out) else out
         of_mode = (out, out / count, out * count, operand, total / count, total)
         return _chosen(self._recording.modes[number], of_mode, out)
 
 
-def _chosen(mode: Any, of_mode: Sequence[Any], like: Any) -> Any:
+def _chosen(mode: PyTree, of_mode: Sequence[Any], like: PyTree) -> Any:
     """Returns the value for a mode: one of `EDITS`, by number."""
     dtype = jnp.result_type(like)
     return lax.select_n(mode, *(jnp.asarray(x, dtype) for x in of_mode))
+
+
+def _is_of_a_mean(eqn: JaxprEqn) -> bool:
+    """Returns whether JAX divides by a size: a number in the code of `jnp.mean` and its like."""
+    names = {frame.function.rpartition(".")[2].strip("_") for frame in user_lines.frames_of(eqn)}
+    return not names.isdisjoint(("mean", "var", "std", "average", "nanmean"))
 
 
 _CONSTANT = Node((("", "", 0), 0), ())

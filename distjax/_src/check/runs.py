@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -167,7 +167,7 @@ class Arguments:
         """Returns which leaves are values of each replica's own, and no part of the batch."""
         return [isinstance(x, PerReplica) and x.stacked.shape[0] > 1 for x in self._leaves]
 
-    def _leaf(self, x: Any, count: int, change: Change | None) -> Any:
+    def _leaf(self, x: PyTree, count: int, change: Change | None) -> Any:
         if isinstance(x, Rows):
             whole = x.whole if change is None else change(x)
             if len(whole) % count:
@@ -237,7 +237,7 @@ class Options:
       axes: of the draws, along which axis there is a number for each row.
       order: in which order the rows are, of which each draws its own.
       keeps: whether all values are kept.
-      constants: numbers in the code -> what stands for them.
+      constants: numbers in the code -> what stands for them, in these lines.
       edits: values that can be changed, and where in `modes` it says how.
       modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
       answers: what callbacks returned in the first run; None: this is it.
@@ -249,6 +249,7 @@ class Options:
     order: Sequence[int] | None = None
     keeps: bool = False
     constants: Mapping[float, float] | None = None
+    constant_lines: Collection[str] = ()
     edits: Edits | None = None
     modes: jax.Array | None = None
     answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
@@ -370,7 +371,7 @@ class TracedStep:
         self._first = args, kwargs
         self._program = program
 
-        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: Any) -> Any:
+        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: PyTree) -> Any:
             found.constants = constants
             pairs = dict(zip(found.reads, values, strict=True))
             arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
@@ -425,12 +426,14 @@ class TracedStep:
         answers = dict(zip(self._recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
         return Run(values, result, self._recording, answers)
 
-    def _emit(self, emit: Callable[..., Any], fn: Any, state: Any, args: Any, kwargs: Any) -> Any:
+    def _emit(
+        self, emit: Callable[..., Any], fn: PyTree, state: PyTree, args: PyTree, kwargs: PyTree
+    ) -> Any:
         """Emits the step; returns its results, and the values that were kept."""
         options = self._options
         self._recording = recording = Recording(options)
 
-        def hear(finding: Any) -> bool:
+        def hear(finding: PyTree) -> bool:
             if options.count > 1:
                 self._trial.hear(finding)
             return True

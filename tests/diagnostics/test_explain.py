@@ -255,7 +255,7 @@ def test_variables_are_not_created(several):
     layer = Layer()
     with pytest.raises(dj.errors.ContextError) as error:
         dj.explain(layer, ids(several), strategy=several)
-    first = "dj.explain needs a function whose variables exist."
+    first = "dj.explain and dj.check need a function whose variables exist."
     assert str(error.value).splitlines()[0] == first
     assert "'lazy'" in str(error.value)
     assert layer.v is None

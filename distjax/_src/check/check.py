@@ -16,14 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.check.comparing import APART, Comparison, Difference
+from distjax._src.check.comparing import (
+    APART,
+    Comparison,
+    Difference,
+    largest_change,
+    without_quotients,
+)
 from distjax._src.check.locating import Break, Locator, reductions_before
-from distjax._src.check.replay import OWN_DRAWS, OWN_NUMBER, Node
-from distjax._src.check.report import describe, finding, fix_text
-from distjax._src.check.runs import Arguments, Options, Rows, Run, TracedStep, Trial
+from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Tags
+from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
+from distjax._src.check.runs import Arguments, Change, Options, Rows, Run, TracedStep, Trial
 from distjax._src.context.reporting import STATE, Finding
 from distjax._src.context.scoping import require_strategy
-from distjax._src.diagnostics.explain_step import CutsSteps, Notes, lower_step, require_compiling
+from distjax._src.diagnostics.explain_step import (
+    CutsSteps,
+    Notes,
+    explaining_context,
+    lower_step,
+    require_compiling,
+    require_outside_traces,
+    with_object,
+)
+from distjax._src.integers import is_int
 from distjax._src.lint.facts import EQUAL_BATCH
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
@@ -36,7 +51,7 @@ from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traced_types import is_struct
 from distjax._src.typing import PyTree
-from distjax.errors import CheckError, UnsupportedError, message
+from distjax.errors import CheckError, UnsupportedError, describe_value, message
 
 #: What `lint` finds that running does not show.
 UNSEEN = frozenset(
@@ -99,22 +114,81 @@ def check(
       Traceback (most recent call last):
       distjax.errors.CheckError: step needs to compute the same for 2 replicas as for one...
     """
+    require_outside_traces("check")
     require_callable(fn, "check")
     require_strategy(strategy, "check")
     require_compiling(strategy, "check")
     if rules_only or isinstance(strategy, CutsSteps):
         return _check_by_rules(fn, args, kwargs, strategy)
     _require_values((args, kwargs))
-    numbers = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    found = _Check(fn, args, kwargs, strategy, numbers, tolerance).findings()
+    numbers = _as_numbers(batch_argnums, len(args))
+    _require_tolerance(tolerance)
+    _check_by_running(fn, args, kwargs, strategy, numbers, tolerance)
+
+
+def assert_replica_invariant(
+    fn: Callable[..., Any],
+    /,
+    *args: PyTree,
+    counts: Sequence[int] = (1, 2, 4),
+    strategy: Strategy | None = None,
+    batch_argnums: int | Sequence[int] = (),
+    tolerance: float | None = None,
+    **kwargs: PyTree,
+) -> None:
+    """Raises unless a step computes the same for several numbers of replicas.
+
+    `dj.check` for other numbers than that of the strategy's replicas: for a test suite, which runs
+    on any machine. Everything else is as there.
+
+    Args:
+      fn: as for `dj.check`.
+      *args: its arguments; each number divides the rows of the batch.
+      counts: the numbers of replicas; each is compared with one.
+      strategy: as for `dj.check`; how many replicas it has does not matter.
+      batch_argnums: as for `dj.check`.
+      tolerance: as for `dj.check`.
+      **kwargs: its keyword arguments.
+
+    Context: any, outside traces.
+
+    Raises:
+      CheckError, UnsupportedError: as `dj.check`.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> (batch,) = strategy.distribute_dataset([np.arange(8, dtype=np.float32)])
+      >>> def step(w, x):
+      ...     return w - 0.1 * jax.lax.pmean(jnp.mean(x), "replica")
+      >>> dj.testing.assert_replica_invariant(step, 1.0, batch, strategy=strategy)
+    """
+    require_outside_traces("testing.assert_replica_invariant")
+    require_callable(fn, "testing.assert_replica_invariant")
+    require_strategy(strategy, "testing.assert_replica_invariant")
+    require_compiling(strategy, "testing.assert_replica_invariant")
+    _require_values((args, kwargs))
+    numbers = _as_numbers(batch_argnums, len(args))
+    _require_tolerance(tolerance)
+    for count in counts:
+        if count > 1:
+            _check_by_running(fn, args, kwargs, strategy, numbers, tolerance, count)
+
+
+def _check_by_running(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategy: Strategy | None,
+    batch_argnums: Sequence[int],
+    tolerance: float | None,
+    count: int | None = None,
+) -> None:
+    fn, args = with_object(fn, args)
+    with explaining_context(fn, (args, kwargs), strategy, "check"):
+        check = _Check(fn, args, kwargs, strategy, batch_argnums, tolerance, count)
+        found = check.findings()
     if found:
-        name = function_name(fn)
-        count = next(f for f in found)
-        raise CheckError(_text(name, found), tuple(found))
-
-
-def _text(name: str, found: Sequence[Finding]) -> str:
-    return describe(name, found)
+        raise CheckError(describe(function_name(fn), found), tuple(found))
 
 
 def _check_by_rules(fn: Any, args: Any, kwargs: Any, strategy: Any) -> None:
@@ -123,6 +197,35 @@ def _check_by_rules(fn: Any, args: Any, kwargs: Any, strategy: Any) -> None:
     found = [finding for finding in notes.findings if finding.expected is None]
     if found:
         raise CheckError(describe(function_name(fn), found), tuple(found))
+
+
+def _as_numbers(batch_argnums: Any, count: int) -> tuple[int, ...]:
+    """Returns `batch_argnums` as a tuple; raises a ValueError for what is no such number."""
+    numbers = (batch_argnums,) if is_int(batch_argnums) else batch_argnums
+    if isinstance(numbers, (tuple, list)) and all(is_int(n) and 0 <= n < count for n in numbers):
+        return tuple(numbers)
+    raise ValueError(
+        message(
+            f"dj.check: batch_argnums needs numbers of the {count} positional arguments",
+            got=describe_value(batch_argnums),
+            why="these arguments are parts of the batch, whose rows one replica gets together",
+            fix="dj.check(step, state, batch, strategy=strategy, batch_argnums=1)",
+        )
+    )
+
+
+def _require_tolerance(tolerance: Any) -> None:
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance is None or (is_number and tolerance > 0):
+        return
+    raise ValueError(
+        message(
+            "dj.check: tolerance needs a number above 0, or None",
+            got=describe_value(tolerance),
+            why="it is how much of a change of state, or of a result, is rounding",
+            fix="dj.check(step, *args, strategy=strategy, tolerance=1e-2)",
+        )
+    )
 
 
 def _require_values(call: PyTree) -> None:
@@ -149,10 +252,11 @@ class _Check:
         strategy: Strategy | None,
         batch_argnums: Sequence[int],
         tolerance: float | None,
+        count: int | None,
     ):
         self._fn, self._name = fn, function_name(fn)
         self._heard: dict[Finding, None] = {}
-        self._excuses = False  # something differs, and is meant to
+        self._excused: dict[str, Tags] = {}  # what differs, and is meant to, and why
         mapped = fn if isinstance(fn, MappedFunction) else None
         topology = None if strategy is None else strategy.extended.topology
         if mapped is not None:
@@ -167,19 +271,20 @@ class _Check:
         )
         self._strategy = strategy
         stacks = mapped is not None and mapped.stacks
-        self._trial = Trial(self._find_program, self._arguments, self._hear, stacks=stacks)
-        self._compare = Comparison(args, tolerance).differences
-        self._count = self._arguments.num_replicas
+        self._trial = Trial(self._find_program, self._arguments, self._hear)
+        compared = Comparison((*args, *kwargs.values()), tolerance, stacks=stacks)
+        self._compare = compared.differences
+        self._count = count or self._arguments.num_replicas
 
     def _find_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         fn = self._fn
         if isinstance(fn, MappedFunction):
-            compiled = fn.program_for(args, kwargs).fresh_copy()
+            compiled = fn.program_for(args, kwargs)
         elif self._strategy is not None:
             compiled = compile_on_replicas(self._strategy, fn, ())
         else:
-            compiled = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
-        return compiled.current_program()
+            compiled = fn if isinstance(fn, CompiledFunction) else jit(fn)
+        return compiled.new_program()
 
     def _hear(self, finding: Finding) -> None:
         self._heard[finding] = None
@@ -188,48 +293,81 @@ class _Check:
 
     def findings(self) -> list[Finding]:
         """Returns what is wrong with the step."""
-        alone = TracedStep(self._trial, Options())
-        self._alone = alone.run()
-        several = TracedStep(self._trial, self._options())
+        alone = self._trace_alone()
+        several = TracedStep(self._trial, Options(self._count, alone.recording.draws, answers=None))
         self._several = several.run()
+        self._answers = self._several.answers
+        if self._answers:
+            alone = TracedStep(self._trial, Options(answers=self._answers))
+        self._traced_alone, self._alone = alone, alone.run()
         different = self._compare(self._several, self._alone)
-        found = []
-        if different:
-            found = self._explain(different)
-        if not different:
-            found = self._with_other_rows(several, alone)
-        seen = {f.rule for f in found}
-        heard = [f for f in self._heard if f.expected is None and f.rule not in seen]
-        if found or not self._excuses:
-            heard = [f for f in heard if f.rule in UNSEEN]
-        return [*found, *(f for f in heard if f.level != "note" or f.rule == STATE)]
+        different = without_quotients(different, self._several, self._alone, self._count)
+        found = self._explain(different) if different else []
+        found = found or self._with_other_rows(several, alone)
+        return [*found, *self._of_rules(is_found=bool(found))]
+
+    def _of_rules(self, *, is_found: bool) -> list[Finding]:
+        """Returns what the rules say of what running has not shown."""
+        heard = [f for f in self._heard if f.expected is None]
+        heard = [f for f in heard if f.level != "note" or f.rule == STATE]
+        if is_found:  # which has told of state already
+            notes = [excuse_note(self._excused)] if self._excused else []
+            return [*(f for f in heard if f.rule in UNSEEN - {STATE}), *notes]
+        return heard if self._excused else [f for f in heard if f.rule in UNSEEN]
+
+    def _trace_alone(self) -> TracedStep:
+        """Traces the step for one replica; first with all the rows that there may be."""
+        try:
+            return TracedStep(self._trial, Options())
+        except Exception as error:
+            refused = error
+        TracedStep(self._trial, Options(self._count, {}))  # raises an error of the user's own
+        if self._arguments.is_guess:
+            self._arguments.keep_apart()
+            return self._trace_alone()
+        raise UnsupportedError(_shape_text(self._name, self._count, refused)) from refused
 
     def _options(self, **changes: Any) -> Options:
-        return Options(count=self._count, mates=self._alone.recording.draws, **changes)
+        draws = self._alone.recording.draws
+        return Options(self._count, draws, answers=self._answers, **changes)
+
+    def _options_alone(self, **changes: Any) -> Options:
+        return Options(answers=self._answers, **changes)
 
     def _with_other_rows(self, several: TracedStep, alone: TracedStep) -> list[Finding]:
         """Runs the step on other rows: what agrees for these may do so by chance."""
         change = _redraw(self._arguments.rows, self._count)
         if change is None:
             return []
-        different = self._compare(several.run(change), alone.run(change))
-        if not different:
+        with_masks = several.run(change)
+        different = self._compare(with_masks, alone.run(change))
+        different = without_quotients(different, with_masks, alone.run(change), self._count)
+        if different:
+            return self._explain(different, change)
+        fill = _fill_padding(self._arguments.rows, change)
+        if fill is None:
             return []
-        self._change = change
-        return self._explain(different, change)
+        different = self._compare(several.run(fill), with_masks)
+        return [padding_finding(self._name, different)] if different else []
 
     # -- explaining ---------------------------------------------------------------
 
     def _explain(self, different: Sequence[Difference], change: Any = None) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
-        alone = TracedStep(self._trial, Options(keeps=True)).run(change)
+        wrong = self._not_by_rounding(different, change)
+        wrong = self._not_by_order(wrong, change)
+        if not wrong:
+            return []
+        traced = TracedStep(self._trial, self._options_alone(keeps=True))
+        disturbed = [node.value for node in traced.run(self._disturb(change)).recording.nodes]
+        alone = traced.run(change)
         several = TracedStep(self._trial, self._options(keeps=True)).run(change)
-        different = self._compare(several, alone)
-        locator = Locator(several.recording.nodes, alone.recording.nodes, self._count)
-        wrong = [d for d in different if not self._is_excused(d)]
-        self._excuses |= len(wrong) < len(different)
-        wrong = self._not_by_order(wrong, several, alone, change)
+        keys = {d.key for d in wrong}
+        different = [d for d in self._compare(several, alone) if d.key in keys]
+        wrong = [d for d in different if not self._excuse(d)]
         wrong = self._not_by_constants(wrong, several, change)
+        nodes = several.recording.nodes, alone.recording.nodes
+        locator = Locator(*nodes, disturbed, self._count)
         groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
         for d in wrong:
             node = d.value.node
@@ -238,6 +376,9 @@ class _Check:
                 continue
             first = breaks[0] if breaks else None
             groups.setdefault(_origin_of(first, d), []).append((first, d))
+        lost = groups.pop(None, [])  # whose way could not be followed: with what is known
+        if lost:
+            groups.setdefault(next(iter(groups), None), []).extend(lost)
         return [
             finding(
                 self._name,
@@ -250,27 +391,56 @@ class _Check:
             for group in groups.values()
         ]
 
-    @staticmethod
-    def _is_excused(different: Difference) -> bool:
+    def _excuse(self, different: Difference) -> bool:
         """Returns whether a value differs by what is each replica's own, and meant to be."""
         tags = different.value.tags
         if different.what == APART:  # state stays equal, whatever it is computed from
             tags -= {OWN_NUMBER, OWN_DRAWS}
+        if tags:
+            self._excused[different.value.name or "the result"] = tags
         return bool(tags)
 
-    def _not_by_order(
-        self, wrong: list[Difference], several: Run, alone: Run, change: Any
-    ) -> list[Difference]:
-        """Returns what does not depend on the order of the rows either."""
+    def _not_by_rounding(self, different: Sequence[Difference], change: Any) -> list[Difference]:
+        """Returns what differs by more than if the rows change by a few roundings."""
+        plain, disturbed = self._plain(change), self._traced_alone.run(self._disturb(change))
+        left = []
+        for d in different:
+            own, value = plain.values.get(d.key), disturbed.values.get(d.key)
+            ours = d.value.array[0] if d.value.varying else d.value.array
+            if own is not None and value is not None and d.what == "differs":
+                theirs = own.array[0] if own.varying else own.array
+                if largest_change(ours, theirs) <= 4 * largest_change(own.array, value.array):
+                    continue
+            left.append(d)
+        return left
+
+    def _disturb(self, change: Change | None) -> Change:
+        """Returns rows that differ from others by a few roundings of the step."""
+        eps = self._traced_alone.eps
+
+        def disturb(x: Rows) -> jax.Array:
+            whole = x.whole if change is None else change(x)
+            if jax_compat.is_key_dtype(whole.dtype) or not jnp.issubdtype(whole.dtype, jnp.inexact):
+                return whole
+            noise = np.random.default_rng(2).uniform(-4, 4, whole.shape)
+            return (whole * (1 + eps * noise)).astype(whole.dtype)
+
+        return disturb
+
+    def _not_by_order(self, different: Sequence[Difference], change: Any) -> list[Difference]:
+        """Returns what does not depend on the order of the rows."""
         sizes = {len(rows.whole) for rows in self._arguments.rows}
-        if not wrong or len(sizes) != 1:
-            return wrong
+        if not different or len(sizes) != 1:
+            return list(different)
         order = np.random.default_rng(0).permutation(sizes.pop())
-        options = Options(axes=several.recording.axes, order=tuple(map(int, order)))
         before = change or (lambda rows: rows.whole)
-        shuffled = TracedStep(self._trial, options).run(lambda rows: before(rows)[order])
-        moved = {d.key for d in self._compare(shuffled, alone)}
-        return [d for d in wrong if d.key not in moved]
+        traced, axes = self._traced_alone, self._several.recording.axes
+        if axes:  # each row draws its own numbers
+            options = self._options_alone(axes=axes, order=tuple(map(int, order)))
+            traced = TracedStep(self._trial, options)
+        shuffled = traced.run(lambda rows: before(rows)[order])
+        moved = {d.key for d in self._compare(shuffled, self._plain(change))}
+        return [d for d in different if d.key not in moved]
 
     def _not_by_constants(
         self, wrong: list[Difference], several: Run, change: Any
@@ -279,7 +449,7 @@ class _Check:
         if not wrong:
             return wrong
         constants = {float(self._count): 1.0, 1 / self._count: 1.0}
-        run = TracedStep(self._trial, Options(constants=constants)).run(change)
+        run = TracedStep(self._trial, self._options_alone(constants=constants)).run(change)
         if not run.recording.used_constants:
             return wrong
         left = {d.key for d in self._compare(several, run)}
@@ -290,52 +460,73 @@ class _Check:
     ) -> str | None:
         """Returns a fix with which nothing of this differs, among a few that are tried."""
         keys = {d.key for _, d in group}
-        for nodes, edit in _candidates(group, several)[:_MOST_TRIED]:
-            edits = {node.place: edit for node in nodes}
-            run = TracedStep(self._trial, self._options(edits=edits)).run(change)
-            if not keys.intersection(d.key for d in self._compare(run, self._plain(change))):
-                return fix_text(edit, nodes[0])
+        tried = _candidates(group, several)[:_MOST_TRIED]
+        nodes = dict.fromkeys(node for nodes, _, _ in tried for node in nodes)
+        if not nodes:
+            return None
+        edits = {node.place: i for i, node in enumerate(nodes)}
+        unchanged = jnp.zeros(len(edits), jnp.int32)
+        traced = TracedStep(self._trial, self._options(edits=edits, modes=unchanged))
+        for own, edit, told in tried:
+            modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
+            different = self._compare(traced.run(change, modes), self._plain(change))
+            if not keys.intersection(d.key for d in different):
+                return fix_text(edit, told)
         return None
 
     def _plain(self, change: Any) -> Run:
-        if change is None:
-            return self._alone
-        return TracedStep(self._trial, Options()).run(change)
+        """Returns the run of the one replica."""
+        return self._alone if change is None else self._traced_alone.run(change)
+
+
+def _shape_text(name: str, count: int, error: Exception) -> str:
+    return message(
+        f"{name} needs to run for one replica as for {count}, to be compared",
+        got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        why="with one replica the batch has the rows of all; a number of rows that is written into "
+        "the step does not fit",
+        fix="x.shape[0] in its place; batch_argnums=... if other arguments are the batch; or "
+        "rules_only=True",
+    )
 
 
 def _origin_of(where: Break | None, different: Difference) -> Any:
     """Returns what values have in common that one mistake makes wrong."""
     if where is None:
-        return different.what
-    made_by = where.made_by
-    if made_by is not None and made_by.is_reduction:
-        return made_by.line, made_by.name
+        return None
+    for node in (where.made_by, where.node):
+        if node is not None and node.is_reduction:
+            return node.line, node.name
     return APART if different.what == APART else where.node.line
 
 
 def _candidates(
     group: Sequence[tuple[Break | None, Difference]], several: Run
-) -> list[tuple[tuple[Node, ...], str]]:
-    """Returns changes that may mend a step, the likeliest first.
+) -> list[tuple[tuple[Node, ...], str, Node]]:
+    """Returns changes that may mend a step, the likeliest first, and the line to tell of.
 
     A change is of all values that one line computes: the leaves of a tree of gradients.
     """
     breaks = [b for b, _ in group if b is not None]
-    tried: list[tuple[tuple[Node, ...], str]] = []
+    tried: list[tuple[tuple[Node, ...], str, Node]] = []
     made = [b for b in breaks if b.made_by is not None and b.made_by.is_reduction]
-    if made:
-        first = made[0]
+    if made and made[0].made_by is not None:
+        first, node = made[0], made[0].made_by
         power = 0 if first.kind is None else first.kind.power
-        nodes = _alike(first.made_by, several)
         edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
-        tried += [(nodes, edit) for edit in edits]
-    came_in = tuple(b.came_in for b in breaks if b.came_in is not None and b not in made)
+        tried += [(_alike(node, several), edit, node) for edit in edits]
+    rest = [b for b in breaks if b.came_in is not None and b not in made]
+    came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
+    merges = dict.fromkeys(b.node for b in breaks if b.node.is_merge)
+    if merges:  # what an optimizer, or a variable, reduces
+        given = tuple(x for merge in merges for x in merge.inputs if x.is_part)
+        tried += [(given, edit, next(iter(merges))) for edit in ("divided", "multiplied")]
     if came_in:
-        tried += [(came_in, "averaged"), (came_in, "summed")]
+        tried += [(came_in, edit, came_in[0]) for edit in ("averaged", "summed")]
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
     for node in reductions_before(starts)[:2]:
         nodes = _alike(node, several)
-        tried += [(nodes, edit) for edit in ("divided", "multiplied", "without")]
+        tried += [(nodes, edit, node) for edit in ("divided", "multiplied", "without")]
     return list(dict.fromkeys(tried))
 
 
@@ -366,6 +557,27 @@ def _redraw(rows: Sequence[Rows], count: int) -> Callable[[Rows], jax.Array] | N
         own[:: max(size, 1)] = True  # at least one on each replica
         drawn[id(x)] = own.astype(x.whole.dtype)
     return lambda x: jnp.asarray(drawn[id(x)]) if id(x) in drawn else x.whole
+
+
+def _fill_padding(
+    rows: Sequence[Rows], change: Callable[[Rows], jax.Array]
+) -> Callable[[Rows], jax.Array] | None:
+    """Returns the same rows, but for those that the mask of a `dj.Batch` says are padding.
+
+    None: there is no such batch.
+    """
+    masks = {x.path.removesuffix("mask"): change(x) for x in rows if x.path.endswith(".mask")}
+    if not masks:
+        return None
+
+    def fill(x: Rows) -> jax.Array:
+        whole = change(x)
+        mask = next((m for path, m in masks.items() if x.path.startswith(f"{path}data")), None)
+        if mask is None or mask.ndim != 1 or len(mask) != len(whole):
+            return whole
+        return jnp.where(mask.reshape(-1, *[1] * (whole.ndim - 1)) != 0, whole, whole[::-1])
+
+    return fill
 
 
 def _is_mask(x: jax.Array) -> bool:

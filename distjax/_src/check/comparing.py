@@ -8,10 +8,12 @@ well if any of these gives the value of the one replica.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
@@ -47,18 +49,21 @@ class Comparison:
     """Compares runs of one step.
 
     Args:
-      args: the step's positional arguments.
+      args: the step's arguments, in order.
+      stacks: whether results are stacked, as those of `dj.pmap` are.
       tolerance: how much of a change of state, or of a result, is rounding; None: see above.
     """
 
-    def __init__(self, args: Sequence[PyTree], tolerance: float | None):
-        self._args, self._tolerance = args, tolerance
+    def __init__(self, args: Sequence[PyTree], tolerance: float | None, *, stacks: bool = False):
+        self._args, self._tolerance, self._stacks = args, tolerance, stacks
 
     def differences(self, several: Run, alone: Run) -> list[Difference]:
         """Returns what differs."""
-        before = state_before(self._args, several.result)
+        before, expected = state_before(self._args, several.result)
         found = []
         for key, value in several.values.items():
+            if key in expected:
+                value.tags |= {"dj.expect"}
             if value.before is None and key in before:
                 value.before = before[key]
             found += self._compare(key, value, alone.values.get(key))
@@ -70,21 +75,27 @@ class Comparison:
             return
         ours, theirs = numbers(value.array), numbers(other.array)
         theirs = theirs[0] if other.varying else theirs
+        varying = value.varying
+        if self._stacks and not varying and ours.ndim and theirs.shape[:1] == (1,):
+            varying, theirs = True, theirs[0]
         before = None if value.before is None else numbers(value.before)
-        if not value.varying:
-            factor = self.factor(ours, theirs, before)
+        dtype = getattr(value.array, "dtype", None)
+        is_low = dtype in (jnp.bfloat16, jnp.float16)  # 4 roundings, of the larger of the two
+        rounding = 4 * float(jnp.finfo(dtype).eps) if is_low else 0.0
+        if not varying:
+            factor = self.factor(ours, theirs, before, rounding)
             if factor is not None:
                 yield Difference(key, value, "differs", factor)
         elif before is not None and before.shape == ours.shape[1:]:  # state
-            if any(self.factor(row, ours[0], before) is not None for row in ours[1:]):
+            if any(self.factor(row, ours[0], before, rounding) is not None for row in ours[1:]):
                 yield Difference(key, value, APART)
-            elif (factor := self.factor(ours[0], theirs, before)) is not None:
+            elif (factor := self.factor(ours[0], theirs, before, rounding)) is not None:
                 yield Difference(key, value, "differs", factor)
         else:
-            yield from self._compare_parts(key, value, ours, theirs)
+            yield from self._compare_parts(key, value, ours, theirs, rounding)
 
     def _compare_parts(
-        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray
+        self, key: Any, value: Value, ours: np.ndarray, theirs: np.ndarray, rounding: float
     ) -> Iterator[Difference]:
         """Compares a value per replica that is no state."""
         if ours.shape[1:] == theirs.shape:
@@ -93,9 +104,10 @@ class Comparison:
             wholes = [ours.mean(0), ours.sum(0), *([] if (ours != ours[:1]).any() else [ours[0]])]
             if np.issubdtype(ours.dtype, np.integer):
                 wholes.append(ours.max(0))
-            factors = [self.factor(whole, theirs, None) for whole in wholes]
+            factors = [self.factor(whole, theirs, None, rounding) for whole in wholes]
             if None not in factors:
-                yield Difference(key, value, "has another mean and another sum", factors[0])
+                what = "differs" if len(wholes) > 2 else "has another mean and another sum"
+                yield Difference(key, value, what, factors[0])
             return
         axis = joined_axis(ours, theirs)
         if axis is None:
@@ -103,11 +115,13 @@ class Comparison:
                 key, value, f"has shape {ours.shape[1:]} on each replica, {theirs.shape} on one"
             )
             return
-        factor = self.factor(np.concatenate(list(ours), axis), theirs, None)
+        factor = self.factor(np.concatenate(list(ours), axis), theirs, None, rounding)
         if factor is not None:
             yield Difference(key, value, "has other rows", factor)
 
-    def factor(self, a: np.ndarray, b: np.ndarray, before: np.ndarray | None) -> float | None:
+    def factor(
+        self, a: np.ndarray, b: np.ndarray, before: np.ndarray | None, rounding: float = 0.0
+    ) -> float | None:
         """Returns None if two values are equal up to rounding, else their quotient, or NaN."""
         if a.shape != b.shape:
             return float("nan")
@@ -123,9 +137,10 @@ class Comparison:
         size = np.nanmax(np.abs(a), initial=0)
         scale = max(np.nanmax(np.abs(own), initial=0), np.nanmax(np.abs(other), initial=0))
         if before is None:
-            allowed = (self._tolerance or RESULT_TOLERANCE) * scale + 1e-7
+            allowed = max(self._tolerance or RESULT_TOLERANCE, rounding) * scale + 1e-7
         else:
-            allowed = (self._tolerance or STATE_TOLERANCE) * scale + 1e-6 * size + 1e-30
+            allowed = max(self._tolerance or STATE_TOLERANCE, rounding) * scale
+            allowed += max(1e-6, rounding) * size + 1e-30
         is_off = ~(np.abs(a - b) <= allowed) & ~(np.isnan(a) & np.isnan(b))
         if not is_off.any():
             return None
@@ -140,6 +155,31 @@ class Comparison:
         return float("nan")
 
 
+def without_quotients(
+    different: Sequence[Difference], several: Run, alone: Run, count: int
+) -> list[Difference]:
+    """Returns what differs, but for the total and the count of a mean that both are R times larger.
+
+    A metric that every replica tells its own mean counts R means: what is read is their quotient.
+    """
+    grown: dict[str, set[Any]] = {}
+    for key, value in several.values.items():
+        other = alone.values.get(key)
+        if value.before is None or other is None or value.varying or other.varying:
+            continue
+        before = numbers(value.before).astype(float)
+        own, one = numbers(value.array) - before, numbers(other.array) - before
+        if own.ndim == 0 and one != 0 and abs(own / one - count) < 0.01 * count:
+            grown.setdefault(_owner_of(value.name), set()).add(key)
+    of_means = {key for keys in grown.values() if len(keys) > 1 for key in keys}
+    return [d for d in different if d.key not in of_means]
+
+
+def _owner_of(name: str) -> str:
+    """Returns the name of what a variable is a part of: "loss" of "variable 'loss/total'"."""
+    return re.split(r"[./](?=[^./]*$)", name)[0]
+
+
 def numbers(value: Any) -> np.ndarray:
     """Returns a value on the host; a PRNG key as its data, low precision as float32."""
     if isinstance(value, PerReplica):
@@ -148,6 +188,14 @@ def numbers(value: Any) -> np.ndarray:
         value = jax.random.key_data(value)
     array = np.asarray(value)
     return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
+
+
+def largest_change(a: Any, b: Any) -> float:
+    """Returns the largest difference of two values of one form; 0 of what are no numbers."""
+    a, b = numbers(a), numbers(b)
+    if a.shape != b.shape or not np.issubdtype(a.dtype, np.inexact):
+        return 0.0
+    return float(np.nanmax(np.abs(a - b), initial=0))
 
 
 def joined_axis(ours: np.ndarray, theirs: np.ndarray) -> int | None:
@@ -167,10 +215,11 @@ def _rms(x: np.ndarray) -> float:
 # -- results that are new state ---------------------------------------------------
 
 
-def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
+def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any], set[str]]:
     """Returns the former values of results that are arguments, updated, by path.
 
-    An argument comes back if the result, or a part of it, has its structure and shapes.
+    An argument comes back if the result, or a part of it, has its structure and shapes. And the
+    paths of those that `dj.expect` allows to come back different.
     """
     parts = [("", result)]
     if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
@@ -179,7 +228,9 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
         parts += [(f"[{key!r}]", part) for key, part in result.items()]
     found: dict[str, Any] = {}
     taken: set[str] = set()
-    (*given,), _ = without_expectations(tuple(args), {})
+    meant: dict[int, tuple[Any, str]] = {}
+    (*given,), _ = without_expectations(tuple(args), {}, meant)
+    expected: set[str] = set()
     for arg in given:
         leaves, treedef = jax.tree.flatten(arg, is_leaf=is_per_replica)
         if not leaves or all(isinstance(x, PerReplica) for x in leaves):
@@ -193,10 +244,12 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
                 continue
             taken.add(prefix)
             for (path, _), before in zip(pairs, leaves, strict=True):
+                if id(before) in meant:
+                    expected.add(prefix + jax.tree_util.keystr(path))
                 if hasattr(before, "dtype") and not isinstance(before, PerReplica):
                     found[prefix + jax.tree_util.keystr(path)] = before
             break
-    return found
+    return found, expected
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -9,26 +9,17 @@ where a result is equal, but R times too large, it is the reduction that made it
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from distjax._src.check.comparing import joined_axis, numbers
+from distjax._src.check.comparing import joined_axis, largest_change, numbers
 from distjax._src.check.replay import Node
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
 #: How much of the largest element is rounding.
 _TOLERANCE = 2e-3
-#: Of one operation of float32.
-_ROUNDING = 2e-7
-_SUMS = frozenset("add sub add_any reduce_sum psum cumsum scatter-add".split())
-_PRODUCTS = frozenset("mul dot_general conv_general_dilated".split())
-_CHANGES_NOTHING = frozenset(
-    "reshape transpose broadcast_in_dim squeeze neg convert_element_type copy select_n slice "
-    "concatenate expand_dims rev pad dynamic_slice gather merge".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +63,24 @@ class Locator:
     Args:
       several: the values of R replicas.
       alone: those of one.
+      disturbed: what those of one become if its rows are changed by a few roundings: what cancels
+        leaves nothing but these. (The gradient of a bias in front of a batch norm is zero but for
+        rounding, and Adam makes a step of it.)
       num_replicas: R.
     """
 
-    def __init__(self, several: Sequence[Node], alone: Sequence[Node], num_replicas: int):
+    def __init__(
+        self,
+        several: Sequence[Node],
+        alone: Sequence[Node],
+        disturbed: Sequence[Any],
+        num_replicas: int,
+    ):
+        self._disturbed = dict(zip((n.place for n in alone), disturbed, strict=True))
         self._mates: Mapping[Any, Node] = {node.place: node for node in alone}
         self._count = num_replicas
         self._order = {node: i for i, node in enumerate(several)}
         self._kinds: dict[Node, tuple[Kind, ...] | None] = {}
-        self._noises: dict[Node, float] = {}
-        sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * len(several) + 1000))
 
     def kinds(self, node: Node) -> tuple[Kind, ...] | None:
         """Returns what a value may be; () for none of the kinds, None where nothing is known."""
@@ -101,7 +100,7 @@ class Locator:
         if not np.issubdtype(ours.dtype, np.number):
             return None
         ours, theirs = ours.astype(float), theirs.astype(float)
-        floor = 8 * self.noise(node)
+        floor = 8 * largest_change(mate.value, self._disturbed[mate.place])
         found: list[Kind] = []
         if ours.shape[1:] == theirs.shape:
             rows = ours.reshape(self._count, -1)
@@ -112,34 +111,6 @@ class Locator:
             joined = np.concatenate(list(ours), axis)
             found += (Kind(ROWS, p) for p in self._powers(joined, theirs, floor))
         return tuple(found)
-
-    def noise(self, node: Node) -> float:
-        """Returns how large the rounding error of a value may be: what cancels leaves only that.
-
-        An estimate, for float32, that follows sums and products. (The gradient of a bias in front
-        of a batch norm is zero but for rounding, and Adam makes a step of it.)
-        """
-        if node not in self._noises:
-            self._noises[node] = self._find_noise(node)
-        return self._noises[node]
-
-    def _find_noise(self, node: Node) -> float:
-        size = _size_of(node)
-        operands = [(_size_of(x), self.noise(x) if x in self._order else 0.0) for x in node.inputs]
-        own = _ROUNDING * size
-        if not operands or node.value is None:
-            return own
-        if node.name in _SUMS:  # of terms that may cancel
-            terms = max(1.0, max(_elements(x) for x in node.inputs) / max(1, _elements(node)))
-            return own + sum(_ROUNDING * s + e for s, e in operands) * max(terms, 1.0) ** 0.5
-        if node.name in _PRODUCTS and len(operands) == 2:
-            (a, of_a), (b, of_b) = operands
-            contracted = (_elements(node.inputs[0]) * _elements(node.inputs[1])) ** 0.5
-            terms = max(1.0, contracted / max(1, _elements(node))) if node.name != "mul" else 1.0
-            return own + (_ROUNDING * a * b + of_a * b + of_b * a) * terms**0.5
-        if node.name in _CHANGES_NOTHING:
-            return max(own, *(e for _, e in operands))
-        return own + max(e / s * size if s else 0.0 for s, e in operands)
 
     def _powers(self, ours: np.ndarray, theirs: np.ndarray, floor: float) -> Iterable[int]:
         for power in (0, 1, -1, 2, -2):
@@ -152,13 +123,15 @@ class Locator:
         And whether nothing but rounding was found.
         """
         found: dict[Node, Break] = {}
-        pending, seen, is_rounded = [node], set[Node](), False
+        start, pending, seen, is_rounded = node, [node], set[Node](), False
         while pending:
             node = pending.pop()
             if node in seen:
                 continue
             seen.add(node)
             kinds = self.kinds(node)
+            if node is start and _may_be_right(kinds or ()):
+                kinds = ()  # new state differs by little of its size, though by much of its change
             if kinds:
                 made_by = self._origin(node, kinds)
                 wrong = [k for k in kinds if not k.is_right]
@@ -180,6 +153,11 @@ class Locator:
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
         kinds = [self.kinds(x) for x in node.inputs]
+        mate = self._mates.get(node.place)
+        if node.name in ("scan", "while"):  # only its first turn is known
+            return False
+        if mate is not None and mate.literals != node.literals:
+            return False
         return bool(kinds) and all(k is not None and any(x.is_right for x in k) for k in kinds)
 
     def _break_at(self, node: Node) -> Break:
@@ -200,6 +178,8 @@ class Locator:
         """Returns what made a value such: the reduction behind it, or the value itself."""
         wanted, at = set(kinds), node
         while not at.is_reduction:
+            if (mean := next((x for x in at.inputs if _is_total_of(x, at)), None)) is not None:
+                return mean
             known = [(x, self.kinds(x) or ()) for x in at.inputs]
             before = [
                 x
@@ -210,6 +190,11 @@ class Locator:
                 return node if at is node else at
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
+
+
+def _is_total_of(reduction: Node, node: Node) -> bool:
+    """Returns whether a value is a mean over the replicas, of which this is the sum."""
+    return reduction.is_reduction and reduction.line == node.line and node.name in ("div", "mul")
 
 
 def _is_off(kind: Kind) -> bool:
@@ -234,20 +219,6 @@ def reductions_before(nodes: Iterable[Node]) -> list[Node]:
             found.append(node)
         ahead += node.inputs
     return found
-
-
-def _size_of(node: Node) -> float:
-    """Returns the largest element of a value, without its sign."""
-    if node.value is None:
-        return 0.0
-    array = numbers(node.value)
-    if array.size == 0 or not np.issubdtype(array.dtype, np.inexact):
-        return 0.0
-    return float(np.nanmax(np.abs(array), initial=0))
-
-
-def _elements(node: Node) -> int:
-    return int(np.size(node.value)) if node.value is not None else 1
 
 
 def _close(a: np.ndarray, b: np.ndarray, floor: float) -> bool:

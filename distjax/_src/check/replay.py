@@ -27,11 +27,17 @@ from distjax._src.context.expectation import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, Flow
 from distjax._src.placement.topology import Topology
+from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter, OneDevice
 from distjax._src.replica.global_value import GlobalValue
+from distjax.errors import UnsupportedError, message
 
 #: Primitives that draw as many numbers, or keys, as their parameter `shape` says.
 DRAWS = frozenset(("random_bits", "random_split"))
+#: Primitives that call the host.
+CALLBACKS = frozenset("debug_callback debug_print io_callback pure_callback".split())
+#: What runs code some number of times.
+_LOOPS = frozenset(("scan", "while", "cond"))
 #: Primitives whose result is their operand, elsewhere or in another form.
 _UNCHANGED = frozenset(("sharding_constraint", "convert_element_type", "squeeze", "copy"))
 #: The user's line, the primitive, and which one of these it is.
@@ -51,7 +57,9 @@ class Node:
       place: what computes it, and which of its results it is.
       inputs: what it is computed from.
       is_reduction: whether it is a collective over the replicas, or a merge.
+      literals: the numbers of the code among its operands.
       varying: whether `value` is [R, ...].
+      index: of a branch, the number of the one that is taken, of which each computes an input.
       value: the value, once the step has run; None for a PRNG key.
     """
 
@@ -59,7 +67,20 @@ class Node:
     inputs: tuple[Node, ...]
     is_reduction: bool = False
     varying: bool = True
+    literals: tuple[Any, ...] = ()
+    index: Node | None = None
     value: Any = None
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether it is what a merge returned."""
+        return self.is_reduction and self.name == MERGE_NAME
+
+    @property
+    def is_part(self) -> bool:
+        """Whether each replica has a number of its own, as of a gradient."""
+        dtype = getattr(self.value, "dtype", None)
+        return self.varying and dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
     @property
     def line(self) -> str:
@@ -72,8 +93,10 @@ class Node:
         return self.place[0][1]
 
 
-#: A change of a value, tried to see whether a difference vanishes: "mean", "sum", "without".
-Edits = Mapping[tuple[Place, int], str]
+#: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
+#: it says how: the number of one of `EDITS`.
+Edits = Mapping[tuple[Place, int], int]
+EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
 
 
 class TraceOptions(Protocol):
@@ -91,6 +114,10 @@ class TraceOptions(Protocol):
     def constants(self) -> Mapping[float, float] | None: ...
     @property
     def edits(self) -> Edits | None: ...
+    @property
+    def modes(self) -> Any: ...
+    @property
+    def answers(self) -> Mapping[Place, Any] | None: ...
 
 
 class Recording:
@@ -104,7 +131,11 @@ class Recording:
         self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
         self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
+        self.modes = options.modes
         self._axes, self._order = options.axes or {}, options.order
+        #: What callbacks returned in the first run; None: this is it.
+        self.given_answers = options.answers
+        self.answers: dict[Place, Any] = {}  # in the trace
         self.axes: dict[Place, int] = {}  # of draws, along which each replica takes its part
         self.draws: dict[Place, tuple[int, ...]] = {}
         self.nodes: list[Node] = []
@@ -127,9 +158,9 @@ class Recording:
         return self._count((user_lines.source_line(eqn, *reversed(outer)), eqn.primitive.name))
 
     def place_of_draw(self, eqn: JaxprEqn) -> Place:
-        """Returns the place of a draw: the same in all traces, whether values are kept or not."""
+        """Returns the place of a draw, or callback: the same whether values are kept or not."""
         if id(eqn) not in self._draw_places:
-            place = self._count((user_lines.source_line(eqn), "draw"))
+            place = self._count((user_lines.source_line(eqn), f"{eqn.primitive.name} drawn"))
             self._draw_places[id(eqn)] = eqn, place  # keeps it alive, so its id stays its own
         return self._draw_places[id(eqn)][1]
 
@@ -225,7 +256,8 @@ class _RecordingEmitter(JaxprEmitter):
         recording, arrays = self._recording, [x.array for x in ins]
         varying = [x.varying for x in ins]
         evaluator = _Evaluator(self, recording)
-        if not recording.keeps or jax_compat.current_trace() is not recording.trace:
+        follows = recording.keeps or _answers(part)
+        if not follows or jax_compat.current_trace() is not recording.trace:
             run = lambda *local: evaluator.evaluate(part, (), local)
             return map_replicas(self.topology, run, arrays, varying, flags)
         given = list(map(recording.node_of, ins))
@@ -234,13 +266,19 @@ class _RecordingEmitter(JaxprEmitter):
         def run_keeping(*local: jax.Array) -> list[Any]:
             kept = _Kept()
             outs = evaluator.follow(part, local, given, kept)
-            nodes[:] = kept.nodes
+            nodes[:] = kept.nodes if recording.returns else []
             results[:] = [node for _, node in outs]
-            return [*(value for value, _ in outs), *(kept.values if recording.returns else ())]
+            answered[:] = kept.answers
+            told = [value for _, values in kept.answers for value in values]
+            return [*(v for v, _ in outs), *told, *(kept.values if recording.returns else ())]
 
         results: list[Node] = []
+        answered: list[tuple[Place, Any]] = []
         values = map_replicas(self.topology, run_keeping, arrays, varying, True)
-        for node, value in zip(nodes, values[len(flags) :], strict=recording.returns):
+        more = iter(values[len(flags) :])
+        for place, told in answered:
+            recording.answers[place] = [next(more) for _ in told]
+        for node, value in zip(nodes, more, strict=True):
             recording.keep(node, value)
         outs = [x if f else x[0] for x, f in zip(values, flags, strict=False)]
         tags = Dependence(self, recording).outputs(part, list(map(recording.tags_of, arrays)))
@@ -259,10 +297,11 @@ class _RecordingEmitter(JaxprEmitter):
         if eqn.primitive.name in CALLS:
             return outs  # what is in it was kept
         for i, out in enumerate(outs):
-            edit, count = recording.edits.get((place, i)), self.topology.num_replicas
-            if edit in ("divided", "multiplied"):
-                scale = 1 / count if edit == "divided" else count
-                out = out._replace(array=(out.array * scale).astype(jnp.result_type(out.array)))
+            number, count = recording.edits.get((place, i)), self.topology.num_replicas
+            if number is not None:
+                x = out.array
+                of_mode = (x, x / count, x * count, x, x, x)
+                out = out._replace(array=_chosen(recording.modes[number], of_mode, x))
                 outs[i] = out
             node = Node((place, i), given, is_merge, out.varying)
             recording.keep(node, out.array)
@@ -276,6 +315,34 @@ class _Kept:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.values: list[Any] = []
+        self.answers: list[tuple[Place, Any]] = []
+
+    def add(self, node: Node, value: Any) -> None:
+        """Keeps a value; of a PRNG key nothing."""
+        self.nodes.append(node)
+        is_key = jax_compat.is_key_dtype(jnp.result_type(value))
+        self.values.append(jnp.zeros(()) if is_key else value)
+
+
+def _first_turn(eqn: JaxprEqn, ins: list[Any]) -> tuple[Jaxpr, list[Any], list[Any]]:
+    """Returns the code of a loop's body with its constants, and what its first turn gets."""
+    if eqn.primitive.name == "while":
+        code, consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        _, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
+        return code, consts, [*of_body, *carry]
+    code, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    shared, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
+    at = -1 if eqn.params["reverse"] else 0
+    return code, consts, [*shared, *carry, *((x[at], node) for x, node in xs)]
+
+
+def _answers(jaxpr: Jaxpr) -> bool:
+    """Returns whether code calls the host for a value, outside of loops and branches."""
+    return any(
+        (eqn.primitive.name in CALLBACKS and eqn.outvars)
+        or (eqn.primitive.name in CALLS and any(map(_answers, jax_compat.sub_jaxprs(eqn))))
+        for eqn in jaxpr.eqns
+    )
 
 
 class _Evaluator(OneDevice):
@@ -289,6 +356,8 @@ class _Evaluator(OneDevice):
     def _is_special(self, eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in DRAWS or self._recording.constants:
             return True
+        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
+            return True
         if self._shares_device:
             return super()._is_special(eqn)
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
@@ -296,6 +365,8 @@ class _Evaluator(OneDevice):
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
             return [self._draw(eqn, ins[0])]
+        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
+            return self._answer(eqn, ins)
         if self._recording.constants:
             ins = self._exchanged(eqn, ins)
             if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
@@ -333,6 +404,32 @@ class _Evaluator(OneDevice):
         start = replica * own[axis]
         return lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
 
+    def _answer(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        """Returns what a callback returned in the first run; it is not called again."""
+        if not eqn.outvars:
+            return []
+        given = (self._recording.given_answers or {}).get(self._recording.place_of_draw(eqn))
+        if given is None:
+            if eqn.primitive.name == "pure_callback":  # in a loop, or a branch
+                return super()._equation(eqn, ins)
+            raise UnsupportedError(
+                message(
+                    "dj.check needs an io_callback that returns values to stand outside of loops",
+                    got=f"one in a loop or a branch, at {user_lines.source_line(eqn)}",
+                    why="it is called once, and its results are used again in other runs",
+                    fix="jax.pure_callback, if it has no effect; or rules_only=True",
+                )
+            )
+        return [self._own_answer(rows, v.aval) for rows, v in zip(given, eqn.outvars, strict=True)]
+
+    def _own_answer(self, rows: Any, aval: Any) -> Any:
+        """Returns this replica's answer, or the one replica's: the rows of all, joined."""
+        if self.num_replicas == len(rows) > 1:
+            return self.own_row(rows)
+        own = rows.shape[1:]
+        axes = [i for i, (a, b) in enumerate(zip(own, aval.shape, strict=False)) if a != b]
+        return jnp.concatenate(list(rows), axes[0]) if axes else jnp.asarray(rows[0])
+
     # -- keeping ----------------------------------------------------------------
 
     def follow(
@@ -357,10 +454,47 @@ class _Evaluator(OneDevice):
             if eqn.primitive.name in CALLS - {"compute_on"}:
                 code, own = jax_compat.called_jaxpr(eqn)
                 outs = self.follow(code, values, nodes, kept, (*outer, eqn), own)
+            elif eqn.primitive.name in _LOOPS and self._recording.given_answers is not None:
+                outs = self._follow_loop(eqn, ins, kept, outer)
             else:
                 outs = self._keep(eqn, values, nodes, kept, outer)
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
+
+    def _follow_loop(
+        self,
+        eqn: JaxprEqn,
+        ins: list[tuple[Any, Node]],
+        kept: _Kept,
+        outer: tuple[JaxprEqn, ...],
+    ) -> list[tuple[Any, Node]]:
+        """Evaluates a loop or branch; keeps the values of its first turn, or of all branches.
+
+        In the first turn the law breaks first. It is evaluated once more, by itself: values cannot
+        leave a loop. Which branch was taken is known once the step has run.
+        """
+        inside = (*outer, eqn)
+        outs = self._equation(eqn, [x for x, _ in ins])
+        made: list[tuple[Node, ...]] = []
+        if eqn.primitive.name == "cond":
+            for branch in eqn.params["branches"]:
+                code, consts = jax_compat.open_jaxpr(branch)
+                values, nodes = [x for x, _ in ins[1:]], [n for _, n in ins[1:]]
+                made.append(
+                    tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))
+                )
+        else:
+            code, consts, first = _first_turn(eqn, ins)
+            values, nodes = [x for x, _ in first], [n for _, n in first]
+            made = [tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))]
+        place, found = self._recording.place(eqn, outer), []
+        for i, out in enumerate(outs):
+            node = Node((place, i), tuple(nodes[i] for nodes in made if nodes[i] is not _CONSTANT))
+            if eqn.primitive.name == "cond":
+                node.index = ins[0][1]
+            kept.add(node, out)
+            found.append((out, node))
+        return found
 
     def _keep(
         self,
@@ -374,31 +508,36 @@ class _Evaluator(OneDevice):
         place = recording.place(eqn, outer)
         outs = self._equation(eqn, values)
         inputs = tuple(n for n in nodes if n is not _CONSTANT)
+        literals = tuple(
+            v.val for v in eqn.invars if isinstance(v, Literal) and jnp.ndim(v.val) == 0
+        )
         is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
         found = []
         for i, out in enumerate(outs):
             out = self._edited((place, i), out, values)
-            node = Node((place, i), inputs, is_reduction)
-            kept.nodes.append(node)
-            is_key = jax_compat.is_key_dtype(jnp.result_type(out))
-            kept.values.append(jnp.zeros(()) if is_key else out)
+            node = Node((place, i), inputs, is_reduction, literals=literals)
+            kept.add(node, out)
             found.append((out, node))
+        if eqn.primitive.name in CALLBACKS and outs and recording.given_answers is None:
+            kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
     def _edited(self, where: tuple[Place, int], out: Any, ins: Sequence[Any]) -> Any:
-        """Returns a value as the edit of it says."""
-        edit = self._recording.edits.get(where)
-        if edit is None:
+        """Returns a value as its edit says."""
+        number = self._recording.edits.get(where)
+        if number is None:
             return out
-        dtype, count = jnp.result_type(out), self.num_replicas
-        if edit == "divided":
-            return (out / count).astype(dtype)
-        if edit == "multiplied":
-            return (out * count).astype(dtype)
-        if edit == "without":
-            return jnp.asarray(ins[where[1]], dtype)
-        total = lax.psum(out, self.axis_name)
-        return (total if edit == "summed" else total / count).astype(dtype)
+        count, total = self.num_replicas, lax.psum(out, self.axis_name)
+        operand = ins[where[1]] if where[1] < len(ins) else out
+        operand = operand if jnp.shape(operand) == jnp.shape(out) else out
+        of_mode = (out, out / count, out * count, operand, total / count, total)
+        return _chosen(self._recording.modes[number], of_mode, out)
+
+
+def _chosen(mode: Any, of_mode: Sequence[Any], like: Any) -> Any:
+    """Returns the value for a mode: one of `EDITS`, by number."""
+    dtype = jnp.result_type(like)
+    return lax.select_n(mode, *(jnp.asarray(x, dtype) for x in of_mode))
 
 
 _CONSTANT = Node((("", "", 0), 0), ())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, ROWS, SHARE, Break, Kind
-from distjax._src.check.replay import Node
+from distjax._src.check.replay import Node, Tags
 from distjax._src.context.reporting import Finding
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
@@ -18,6 +18,9 @@ from distjax.errors import message
 RULE = "numbers that depend on the number of replicas"
 _MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
+
+
+_LEVELS = ("error", "warning", "note")
 
 
 def fix_text(edit: str, node: Node) -> str:
@@ -55,6 +58,26 @@ def finding(
         fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
     )
     return Finding("error", RULE, text, line)
+
+
+def excuse_note(excused: Mapping[str, Tags]) -> Finding:
+    """Returns a note on values that are not compared, and why."""
+    names = [f"{name} ({', '.join(sorted(tags))})" for name, tags in excused.items()]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    text = f"Not compared, since they depend on more than the batch: {', '.join(names[:4])}{more}"
+    return Finding("note", "values that are not compared", text, UNKNOWN)
+
+
+def padding_finding(name: str, different: Sequence[Difference]) -> Finding:
+    """Returns the finding for a step in which padding counts."""
+    names = ", ".join(d.value.name or "the result" for d in different[:4])
+    text = message(
+        f"{name} needs to compute the same whatever stands in padded rows",
+        got=f"{names}, which changes with rows for which the mask of the batch is false",
+        why="they are copies of other rows, and would count twice",
+        fix="dj.losses.average_loss(losses, batch.mask); metric.update(losses, mask=batch.mask)",
+    )
+    return Finding("error", "padded examples counted", text, UNKNOWN)
 
 
 def _clearest(breaks: Sequence[Break]) -> Break | None:
@@ -106,6 +129,7 @@ def _kind_text(kind: Kind) -> str:
 
 def describe(name: str, found: Sequence[Finding]) -> str:
     """Returns the text of the error for findings."""
+    found = sorted(found, key=lambda f: _LEVELS.index(f.level))
     counts = Counter(f.level for f in found)
     text = message(
         f"{name} needs to be a step in which dj.check finds nothing",

@@ -19,7 +19,7 @@ import numpy as np
 from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Edits, Node, Place, Recording, Tags
 from distjax._src.objects.stateful import is_stateful
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.per_replica import PerReplica, require_same_topology
 from distjax._src.placement.rows import is_batch
 from distjax._src.placement.topology import Topology, exchanging_topologies, one_device_topology
 from distjax._src.program.program import Program
@@ -111,6 +111,9 @@ class Arguments:
         ]
         self.is_guess = not any(known)
         self._leaves: list[Any] = []
+        for leaf, path in zip(leaves, paths, strict=True):
+            if isinstance(leaf, PerReplica) and topology is not None:
+                require_same_topology(leaf, topology, f"argument {path}")
         for leaf, path, is_known in zip(leaves, paths, known, strict=True):
             is_own = isinstance(leaf, PerReplica)
             stacked = self.on_device(leaf.stacked) if is_own else None
@@ -123,6 +126,16 @@ class Arguments:
             else:
                 self._leaves.append(self.on_device(leaf) if stacked is None else leaf)
         self.is_guess = self.is_guess and bool(self.rows)
+
+    def keep_apart(self) -> None:
+        """Takes no argument for part of the batch that is only guessed to be."""
+        assert self._topology is not None, "there is a PerReplica"
+        count = self.num_replicas
+        for i, x in enumerate(self._leaves):
+            if isinstance(x, Rows):
+                stacked = x.whole.reshape(count, -1, *x.whole.shape[1:])
+                self._leaves[i] = PerReplica(stacked, stand_in_for(self._topology, count))
+        self.is_guess = False
 
     @property
     def rows(self) -> list[Rows]:
@@ -150,7 +163,7 @@ class Arguments:
         new = [self._leaf(x, count, change) for x in self._leaves]
         return jax.tree.unflatten(self._treedef, new)
 
-    def own_paths(self) -> list[bool]:
+    def are_own(self) -> list[bool]:
         """Returns which leaves are values of each replica's own, and no part of the batch."""
         return [isinstance(x, PerReplica) and x.stacked.shape[0] > 1 for x in self._leaves]
 
@@ -225,7 +238,9 @@ class Options:
       order: in which order the rows are, of which each draws its own.
       keeps: whether all values are kept.
       constants: numbers in the code -> what stands for them.
-      edits: changes of values.
+      edits: values that can be changed, and where in `modes` it says how.
+      modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
+      answers: what callbacks returned in the first run; None: this is it.
     """
 
     count: int = 1
@@ -235,6 +250,8 @@ class Options:
     keeps: bool = False
     constants: Mapping[float, float] | None = None
     edits: Edits | None = None
+    modes: jax.Array | None = None
+    answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -266,13 +283,13 @@ class Run:
       values: results and new state, by what identifies them in every run.
       result: the user's results.
       recording: what its trace recorded.
-      num_replicas: for how many replicas it ran.
+      answers: what its callbacks returned, [R, ...].
     """
 
     values: dict[Any, Value]
     result: Any
     recording: Recording
-    num_replicas: int
+    answers: Mapping[Place, Any]
 
 
 class Trial:
@@ -281,7 +298,6 @@ class Trial:
     Args:
       find_program: returns the program that compiles it, for such arguments.
       arguments: its arguments.
-      stacks: whether it returns all results stacked, as `dj.pmap` does.
       hear: told of each finding of a trace for several replicas.
     """
 
@@ -290,10 +306,8 @@ class Trial:
         find_program: Callable[..., Program],
         arguments: Arguments,
         hear: Callable[[Any], None],
-        *,
-        stacks: bool = False,
     ):
-        self.find_program, self.arguments, self.stacks = find_program, arguments, stacks
+        self.find_program, self.arguments = find_program, arguments
         self.hear = hear
         self._values: dict[Variable, Any] = {}
 
@@ -350,22 +364,42 @@ class TracedStep:
             self._emit,
         )
         found = self._found
-        found.move_constants(trial.arguments.on_device)
+        own = enumerate(found.constants)
+        self._modes_at = [i for i, x in own if x is options.modes and x is not None]
+        self._constants = list(map(trial.arguments.on_device, found.constants))
         self._first = args, kwargs
         self._program = program
 
-        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any]) -> Any:
+        def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: Any) -> Any:
+            found.constants = constants
             pairs = dict(zip(found.reads, values, strict=True))
             arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
             return arrays, [new[v] for v in found.writes]
 
         self._evaluate = jax.jit(evaluate, compiler_options=_QUICKLY)
 
+    @functools.cached_property
+    def eps(self) -> float:
+        """The rounding of the least precise numbers that it computes with."""
+        kinds = {
+            v.aval.dtype
+            for e in self._found.equations
+            for v in e.outvars
+            if hasattr(v.aval, "dtype")
+        }
+        floats = [k for k in kinds if jnp.issubdtype(k, jnp.inexact)]
+        return max((float(jnp.finfo(k).eps) for k in floats), default=0.0)
+
+    @property
+    def recording(self) -> Recording:
+        """What the trace recorded."""
+        return self._recording
+
     def _given(self, change: Change | None) -> Any:
         return self._trial.arguments.given(self._options.count, change)
 
-    def run(self, change: Change | None = None) -> Run:
-        """Evaluates the step; `change`: with other rows of the batch."""
+    def run(self, change: Change | None = None, modes: Sequence[int] = ()) -> Run:
+        """Evaluates the step; with other rows of the batch, or other `Options.modes`."""
         trial, count, found = self._trial, self._options.count, self._found
         args, kwargs = self._first
         if change is not None:
@@ -374,8 +408,11 @@ class TracedStep:
             )
         stored = [trial.value_of(v, count) for v in found.reads]
         with exchanging_topologies(self._exchange):
-            outs, new = self._evaluate(args, kwargs, stored)
-            result, _ = self._spec.unpack(outs)
+            constants = list(self._constants)
+            for i in self._modes_at if modes else ():
+                constants[i] = trial.arguments.on_device(jnp.array(modes, jnp.int32))
+            outs, new = self._evaluate(args, kwargs, stored, constants)
+            result, _, told = self._spec.unpack(outs)
         values = self._results(outs)
         for variable, array, (node, tags) in zip(found.writes, new, self._written, strict=True):
             before = trial.value_of(variable, count)
@@ -385,7 +422,8 @@ class TracedStep:
             values[variable] = Value(name, array, False, before, tags, node)
         if self._changes is not None:
             result = result[0].build()
-        return Run(values, result, self._recording, count)
+        answers = dict(zip(self._recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
+        return Run(values, result, self._recording, answers)
 
     def _emit(self, emit: Callable[..., Any], fn: Any, state: Any, args: Any, kwargs: Any) -> Any:
         """Emits the step; returns its results, and the values that were kept."""
@@ -397,26 +435,23 @@ class TracedStep:
                 self._trial.hear(finding)
             return True
 
-        own = self._trial.arguments.own_paths()
-        if self._changes_nothing(args, kwargs, own):
-            for x, is_own in zip(_leaves_of(args, kwargs), own, strict=True):
-                if is_own:
-                    recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
+        own = self._trial.arguments.are_own()
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_argument)
+        if len(leaves) == len(own):  # else there are objects among them, which were taken apart
+            for x in (x for x, is_own in zip(leaves, own, strict=True) if is_own):
+                recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
         listening = hooks.listening(
             (hooks.emitters, recording.make_emitter), (hooks.on_finding, hear), is_dry_run=True
         )
         with listening:
             returned = emit(fn, state, args, kwargs)
-        leaves = PartitionedTree(returned, lambda x: is_array(x) or isinstance(x, AlreadyPlaced))
-        arrays = list(map(_array_of, leaves.leaves))
+        is_result = lambda x: is_array(x) or isinstance(x, AlreadyPlaced)
+        arrays = list(map(_array_of, PartitionedTree(returned, is_result).leaves))
         self._known = [(recording.node_at(x), recording.tags_of(x)) for x in arrays]
         written = [state.read(v) for v in state.written]
         self._written = [(recording.node_at(x), recording.tags_of(x)) for x in written]
-        return returned, tuple(x for x in recording.values if x is not None)
-
-    @staticmethod
-    def _changes_nothing(args: Any, kwargs: Any, own: Sequence[bool]) -> bool:
-        return any(own) and len(_leaves_of(args, kwargs)) == len(own)
+        kept = tuple(x for x in recording.values if x is not None)
+        return returned, kept, list(recording.answers.values())
 
     def _results(self, outs: Sequence[Any]) -> dict[Any, Value]:
         """Returns the results by path, and gives the nodes their values."""
@@ -424,6 +459,9 @@ class TracedStep:
         kept = iter(outs[len(known) :])
         for node, value in zip(recording.nodes, recording.values, strict=True):
             node.value = None if value is None else next(kept)
+            if node.index is not None and node.index.value is not None and node.inputs:
+                taken = int(np.clip(np.ravel(node.index.value)[0], 0, len(node.inputs) - 1))
+                node.inputs, node.index = (node.index, node.inputs[taken]), None
         found: dict[Any, Value] = {}
         for (path, varying), array, (node, tags) in zip(
             self._found.results, outs, known, strict=False
@@ -434,14 +472,8 @@ class TracedStep:
                 name = path.removeprefix("[0]")
                 if path in self._changes:
                     name, before = self._changes[path]
-            if self._trial.stacks and not varying and before is None:
-                varying = True
             found[path] = Value(name, array, varying, before, tags, node)
         return found
-
-
-def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
-    return jax.tree.leaves((args, kwargs), is_leaf=_is_argument)
 
 
 def _array_of(value: PyTree) -> Any:

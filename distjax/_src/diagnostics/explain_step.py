@@ -59,7 +59,9 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.run import TracedRun
+from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
+from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import is_number
 from distjax.errors import ContextError, UnsupportedError, message
@@ -121,7 +123,7 @@ def explain(
       >>> [each.what for each in found.equal_reductions]  # x is equal on both replicas
       ['psum']
     """
-    fn, args = _with_object(fn, args)
+    fn, args = with_object(fn, args)
     notes = Notes()
     lowered = lower_step(fn, args, kwargs, strategy, notes, "explain")
     compiled = lowered.compile()
@@ -164,11 +166,11 @@ def lower_step(
       notes: hears what the traces prove.
       method: the public function that the user called, for errors.
     """
-    _require_outside_traces(method)
+    require_outside_traces(method)
     require_callable(fn, method)
     require_strategy(strategy, method)
     require_compiling(strategy, method)
-    fn, args = _with_object(fn, args)
+    fn, args = with_object(fn, args)
     if strategy is not None:
         args, kwargs = strategy.extended.place_arguments((args, kwargs))
         step = compile_on_replicas(strategy, fn, ())
@@ -176,13 +178,26 @@ def lower_step(
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
         if not isinstance(fn, CompiledFunction):  # a plain call would hand on marks
             args, kwargs = keep_marks((args, kwargs))
-    with notes.listening():
-        try:
-            return step.lower(*args, **kwargs)
-        except Exception as error:
-            if strategy is None and not notes.runs and _is_cross_replica((args, kwargs)):
-                error.add_note(_cross_replica_note(function_name(fn), method))
-            raise
+    with notes.listening(), explaining_context(fn, (args, kwargs), strategy, method):
+        return step.lower(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def explaining_context(
+    fn: Callable[..., Any], arguments: PyTree, strategy: Strategy | None, method: str
+) -> Generator[None]:
+    """A context that tells of a missing ``strategy=`` in errors of code that it runs."""
+    try:
+        yield
+    except Exception as error:
+        keep_user_lines(error)
+        if strategy is None and _is_cross_replica(arguments) and not isinstance(fn, _COMPILED):
+            error.add_note(_cross_replica_note(function_name(fn), method))
+        raise
+
+
+#: What says itself how it is run.
+_COMPILED = (CompiledFunction, MappedFunction)
 
 
 def require_compiling(strategy: Strategy | None, method: str) -> None:
@@ -199,7 +214,7 @@ def require_compiling(strategy: Strategy | None, method: str) -> None:
     )
 
 
-def _require_outside_traces(method: str) -> None:
+def require_outside_traces(method: str) -> None:
     if frames.current().state is None and not jax_compat.tracing():
         return
     raise ContextError(
@@ -212,7 +227,7 @@ def _require_outside_traces(method: str) -> None:
     )
 
 
-def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Unbinds a bound `dj.jit` method: returns its function, and args with the object."""
     if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
         return fn.func, (*fn.args, *args)

@@ -349,9 +349,23 @@ class Discovered:
         if roots:
             reached.record(roots, (*self.reads, *self.writes, *self.created))
 
-    def move_constants(self, move: Callable[[Any], Any]) -> None:
-        """Exchanges the arrays that the step captured for what `move` returns."""
-        self._consts = list(map(move, self._consts))
+    @property
+    def equations(self) -> Iterator[jax_compat.JaxprEqn]:
+        """The equations of its code, at any depth."""
+        pending = [self._jaxpr]
+        while pending:
+            for eqn in pending.pop().eqns:
+                yield eqn
+                pending += jax_compat.sub_jaxprs(eqn)
+
+    @property
+    def constants(self) -> list[Any]:
+        """The arrays that the step captured."""
+        return self._consts
+
+    @constants.setter
+    def constants(self, values: Sequence[Any]) -> None:
+        self._consts = list(values)
 
     @property
     def results(self) -> list[tuple[str, bool]]:

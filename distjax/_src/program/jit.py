@@ -316,9 +316,12 @@ class CompiledFunction:
         is_argument = is_stateful(instance) or is_module(instance)
         return functools.partial(self, instance if is_argument else as_static(instance, "self"))
 
-    def current_program(self) -> Program:
-        """Returns the program for the context of the caller."""
-        return self._program(frames.current())
+    def new_program(self) -> Program:
+        """Returns a program of its own, for the context of the caller."""
+        step = _jit_step(
+            self._fn, frames.current(), self._donate_argnums, self._require is not None
+        )
+        return Program(step, require=self._require)
 
     def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)

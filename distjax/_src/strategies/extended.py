@@ -128,7 +128,8 @@ class StrategyExtended:
         topology = self._topology
         if topology is None or (now := in_force(topology)) is topology:
             return self._placement
-        return MirroredPlacement(now)
+        splits = getattr(self._placement, "over", None)
+        return MirroredPlacement(now) if splits is None else splits(now)
 
     @property
     def num_replicas(self) -> int:

@@ -53,6 +53,10 @@ class ShardedPlacement:
     partitioner: Partitioner | None
     synchronizes: bool = True
 
+    def over(self, topology: Topology) -> ShardedPlacement:
+        """Returns the same for other replicas."""
+        return dataclasses.replace(self, topology=topology)
+
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:

@@ -162,11 +162,11 @@ def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
 
 def _dry_run_text(name: str) -> str:
     return message(
-        "dj.explain needs a function whose variables exist",
-        got=f"the creation of variable {name!r} in the function that is explained",
-        why="explaining runs nothing and changes nothing, so it makes no variables either",
+        "dj.explain and dj.check need a function whose variables exist",
+        got=f"the creation of variable {name!r} in the function that is explained or checked",
+        why="that changes nothing, so it makes no variables either",
         fix="create them outside, or guarded by `if self.v is None`, and call the function once "
-        "before it is explained",
+        "before it is explained or checked",
     )
 
 

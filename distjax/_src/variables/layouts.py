@@ -573,7 +573,11 @@ def in_force(layout: Any) -> Any:
     topology = getattr(layout, "topology", None)
     if topology is None or (now := kinds.in_force(topology)) is topology:
         return layout
-    return StackedLayout(now) if layout.kind == kinds.PER_REPLICA else MirroredLayout(now)
+    if layout.kind == kinds.PER_REPLICA:
+        return StackedLayout(now)
+    if isinstance(layout, PartitionedLayout) and now.num_replicas == topology.num_replicas:
+        return PartitionedLayout(now, layout.axis)
+    return MirroredLayout(now)
 
 
 # -- who decides ---------------------------------------------------------------

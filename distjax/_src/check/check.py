@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.check.comparing import APART, Comparison, Difference, largest_change
+from distjax._src.check.comparing import (
+    APART,
+    Comparison,
+    Difference,
+    largest_change,
+    without_quotients,
+)
 from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
@@ -295,6 +301,7 @@ class _Check:
             alone = TracedStep(self._trial, Options(answers=self._answers))
         self._traced_alone, self._alone = alone, alone.run()
         different = self._compare(self._several, self._alone)
+        different = without_quotients(different, self._several, self._alone, self._count)
         found = self._explain(different) if different else []
         found = found or self._with_other_rows(several, alone)
         return [*found, *self._of_rules(is_found=bool(found))]
@@ -334,6 +341,7 @@ class _Check:
             return []
         with_masks = several.run(change)
         different = self._compare(with_masks, alone.run(change))
+        different = without_quotients(different, with_masks, alone.run(change), self._count)
         if different:
             return self._explain(different, change)
         fill = _fill_padding(self._arguments.rows, change)

@@ -8,6 +8,7 @@ well if any of these gives the value of the one replica.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -152,6 +153,31 @@ class Comparison:
             if np.ptp(quotients) <= 0.02 * np.abs(quotients).max():
                 return float(np.median(quotients))
         return float("nan")
+
+
+def without_quotients(
+    different: Sequence[Difference], several: Run, alone: Run, count: int
+) -> list[Difference]:
+    """Returns what differs, but for the total and the count of a mean that both are R times larger.
+
+    A metric that every replica tells its own mean counts R means: what is read is their quotient.
+    """
+    grown: dict[str, set[Any]] = {}
+    for key, value in several.values.items():
+        other = alone.values.get(key)
+        if value.before is None or other is None or value.varying or other.varying:
+            continue
+        before = numbers(value.before).astype(float)
+        own, one = numbers(value.array) - before, numbers(other.array) - before
+        if own.ndim == 0 and one != 0 and abs(own / one - count) < 0.01 * count:
+            grown.setdefault(_owner_of(value.name), set()).add(key)
+    of_means = {key for keys in grown.values() if len(keys) > 1 for key in keys}
+    return [d for d in different if d.key not in of_means]
+
+
+def _owner_of(name: str) -> str:
+    """Returns the name of what a variable is a part of: "loss" of "variable 'loss/total'"."""
+    return re.split(r"[./](?=[^./]*$)", name)[0]
 
 
 def numbers(value: Any) -> np.ndarray:

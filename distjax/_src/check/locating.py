@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distjax._src.check.comparing import joined_axis, numbers
+from distjax._src.check.comparing import joined_axis, largest_change, numbers
 from distjax._src.check.replay import Node
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
@@ -100,9 +100,7 @@ class Locator:
         if not np.issubdtype(ours.dtype, np.number):
             return None
         ours, theirs = ours.astype(float), theirs.astype(float)
-        floor = 8 * float(
-            np.nanmax(np.abs(numbers(self._disturbed[mate.place]) - numbers(mate.value)), initial=0)
-        )
+        floor = 8 * largest_change(mate.value, self._disturbed[mate.place])
         found: list[Kind] = []
         if ours.shape[1:] == theirs.shape:
             rows = ours.reshape(self._count, -1)

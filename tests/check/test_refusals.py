@@ -288,14 +288,12 @@ def test_several_numbers_of_replicas(strategy):
     assert "by the factor 2" in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="the number of rows is taken for that of replicas")
 def test_a_row_for_each_replica(strategy):
     args = params(), *batch_of(strategy)
     with pytest.raises(CheckError, match="for 8 replicas as for one"):
         dj.testing.assert_replica_invariant(wrong, *args, strategy=strategy, counts=(8,))
 
 
-@pytest.mark.xfail(strict=True, reason="the number of outputs is taken for that of replicas")
 def test_as_many_outputs_as_replicas(strategy):
     def step(w, x, y):
         loss = lambda w: jnp.mean(jnp.mean((x @ w - y[:, None]) ** 2, axis=-1))

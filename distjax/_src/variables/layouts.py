@@ -568,7 +568,7 @@ class HostLayout(_InHostMemory):
         return HostShardedLayout(self.topology, axis, self.memory_kind)
 
 
-def in_force(layout: Any) -> Any:
+def in_force(layout: Layout | None) -> Any:
     """Returns the layout that stands in for one where other replicas do: mostly itself."""
     topology = getattr(layout, "topology", None)
     if topology is None or (now := kinds.in_force(topology)) is topology:

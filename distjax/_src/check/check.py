@@ -44,6 +44,7 @@ from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import (
     function_name,
+    keep_marks,
     positional_names,
     require_callable,
 )
@@ -263,6 +264,10 @@ class _Check:
         topology = None if strategy is None else strategy.extended.topology
         if mapped is not None:
             args, kwargs = mapped.as_per_replica(args, kwargs)
+        elif isinstance(fn, CompiledFunction):
+            args, kwargs = fn.mark_arguments(args, kwargs)
+        elif strategy is None:  # a plain call would hand on marks
+            args, kwargs = keep_marks((args, kwargs))
         self._arguments = Arguments(
             args,
             kwargs,

@@ -112,7 +112,7 @@ class Comparison:
             factors = [self.factor(whole, theirs, None, rounding) for whole in wholes]
             if None not in factors:
                 what = "differs" if len(wholes) > 2 else "has another mean and another sum"
-                yield Difference(key, value, what, factors[0])
+                yield Difference(key, value, what, factors[0] or 1.0)
             return
         axis = joined_axis(ours, theirs)
         if axis is None:
@@ -235,7 +235,7 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any]
     expected, taken = set[str](), set[int]()
     for arg in given:
         leaves, form = jax.tree.flatten(arg, is_leaf=is_per_replica)
-        is_lone_number = jax.tree_util.treedef_is_leaf(form) and np.shape(leaves[0]) == ()
+        is_lone_number = len(leaves) == 1 and leaves[0] is arg and np.shape(arg) == ()
         if not leaves or is_lone_number or all(isinstance(x, PerReplica) for x in leaves):
             continue
         for start, part in _parts(treedef):

@@ -393,10 +393,10 @@ class _Evaluator(OneDevice):
             return ins
         for atom, value in zip(eqn.invars, ins, strict=True):
             if isinstance(atom, Literal) and jnp.ndim(value) == 0:
-                other = recording.constants.get(float(value))
-                if other is not None and atom.aval.dtype != bool:
+                other, aval = recording.constants.get(float(value)), jax_compat.aval_of(value)
+                if other is not None and aval.dtype != bool:
                     recording.used_constants[line] = float(value)
-                    value = jnp.asarray(other, atom.aval.dtype)
+                    value = jnp.asarray(other, aval.dtype)
             new.append(value)
         return new
 

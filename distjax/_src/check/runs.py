@@ -116,15 +116,14 @@ class Arguments:
                 require_same_topology(leaf, topology, f"argument {path}")
         for leaf, path, is_known in zip(leaves, paths, known, strict=True):
             is_own = isinstance(leaf, PerReplica)
-            stacked = self.on_device(leaf.stacked) if is_own else None
-            if is_own and not is_known and shares_rows and _are_equal(stacked):
-                self._leaves.append(PerReplica(stacked[:1], leaf.topology))
+            array = self.on_device(leaf.stacked if is_own else leaf)
+            if is_own and not is_known and shares_rows and _are_equal(array):
+                self._leaves.append(PerReplica(array[:1], leaf.topology))
             elif (is_known or (is_own and self.is_guess)) and _can_join(leaf):
-                array = self.on_device(leaf) if stacked is None else stacked
-                axes = 1 if stacked is None else 2
-                self._leaves.append(Rows(path, array.reshape(-1, *array.shape[axes:])))
+                rest = array.shape[2 if is_own else 1 :]
+                self._leaves.append(Rows(path, array.reshape(-1, *rest)))
             else:
-                self._leaves.append(self.on_device(leaf) if stacked is None else leaf)
+                self._leaves.append(leaf if is_own else array)
         self.is_guess = self.is_guess and bool(self.rows)
 
     def keep_apart(self) -> None:
@@ -370,6 +369,7 @@ class TracedStep:
         self._constants = list(map(trial.arguments.on_device, found.constants))
         self._first = args, kwargs
         self._program = program
+        self._spec: Any = None  # how results are built, once it is compiled
 
         def evaluate(args: PyTree, kwargs: PyTree, values: Sequence[Any], constants: PyTree) -> Any:
             found.constants = constants
@@ -382,14 +382,10 @@ class TracedStep:
     @functools.cached_property
     def eps(self) -> float:
         """The rounding of the least precise numbers that it computes with."""
-        kinds = {
-            v.aval.dtype
-            for e in self._found.equations
-            for v in e.outvars
-            if hasattr(v.aval, "dtype")
-        }
-        floats = [k for k in kinds if jnp.issubdtype(k, jnp.inexact)]
-        return max((float(jnp.finfo(k).eps) for k in floats), default=0.0)
+        avals: list[Any] = [v.aval for eqn in self._found.equations for v in eqn.outvars]
+        kinds = {aval.dtype for aval in avals if hasattr(aval, "dtype")}
+        floats = (kind for kind in kinds if jnp.issubdtype(kind, jnp.inexact))
+        return max((float(jnp.finfo(kind).eps) for kind in floats), default=0.0)
 
     @property
     def recording(self) -> Recording:
@@ -404,9 +400,9 @@ class TracedStep:
         trial, count, found = self._trial, self._options.count, self._found
         args, kwargs = self._first
         if change is not None:
-            args, kwargs = self._program.take_apart(
-                *self._given(change), functools.partial(trial.arguments.place, count=count)
-            )
+            place = functools.partial(trial.arguments.place, count=count)
+            given, by_name = self._given(change)
+            args, kwargs = self._program.take_apart(given, by_name, place)
         stored = [trial.value_of(v, count) for v in found.reads]
         with exchanging_topologies(self._exchange):
             constants = list(self._constants)

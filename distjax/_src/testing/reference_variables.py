@@ -83,7 +83,7 @@ class ReferenceVariable(Variable):
         self.shape, self.dtype = initial.shape, initial.dtype
         self.policy = policy_for(modes, self.dtype, name)
         layout = StackedLayout if self.is_on_read else MirroredLayout
-        self.layout = layout(strategy.extended.topology)
+        self._layout = layout(strategy.extended.topology)
         self.components = [initial] * strategy.num_replicas_in_sync
         inside: Any = strategy.extended
         inside.created[self] = None

@@ -571,7 +571,7 @@ class HostLayout(_InHostMemory):
 def in_force(layout: Layout | None) -> Any:
     """Returns the layout that stands in for one where other replicas do: mostly itself."""
     topology = getattr(layout, "topology", None)
-    if topology is None or (now := kinds.in_force(topology)) is topology:
+    if layout is None or topology is None or (now := kinds.in_force(topology)) is topology:
         return layout
     if layout.kind == kinds.PER_REPLICA:
         return StackedLayout(now)

@@ -120,6 +120,7 @@ class Variable:
     aggregation: VariableAggregation
     trainable: bool
     policy: Policy
+    _layout: Layout
     stored: StoredArray
     serial_number: int
     #: Whether the trace that creates it is active.

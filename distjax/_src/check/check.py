@@ -418,7 +418,8 @@ class _Check:
             ours = d.value.array[0] if d.value.varying else d.value.array
             if own is not None and value is not None and d.what == "differs":
                 theirs = own.array[0] if own.varying else own.array
-                if largest_change(ours, theirs) <= 4 * largest_change(own.array, value.array):
+                rounding = largest_change(own.array, value.array)
+                if 0 < largest_change(ours, theirs) <= 4 * rounding:
                     continue
             left.append(d)
         return left

@@ -113,10 +113,11 @@ def replica_axis(value: PyTree, topology: Topology) -> Axis:
     pending, passed = [value], set[int]()
     while pending:  # without recursion: a trace may be long
         last = pending[-1]
-        before = [x for x in _made_from(last) if not _recall(x, num_replicas)[0]]
         if _recall(last, num_replicas)[0] or not isinstance(last, jax_compat.Tracer):
             pending.pop()
-        elif before and id(last) not in passed:
+            continue
+        before = [x for x in _made_from(last) if not _recall(x, num_replicas)[0]]
+        if before and id(last) not in passed:
             passed.add(id(last))
             pending += [x for x in before if isinstance(x, jax_compat.Tracer)]
         else:

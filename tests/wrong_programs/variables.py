@@ -77,7 +77,6 @@ def local_mean_and_the_optimizers_default(s, right):
     WARNING,
     APART,
     "local training is legal",
-    unseen="a read is the mean, and that of one step of descent is right",
 )
 def parameters_of_each_replica(s, right):
     w = variable(s, MEAN, ON_WRITE if right else ON_READ, trainable=True)

@@ -139,8 +139,8 @@ class Comparison:
         base = np.zeros_like(a) if before is None or before.shape != a.shape else before
         base = base.astype(float)
         own, other = a - base, b - base
-        size = np.nanmax(np.abs(a), initial=0)
-        scale = max(np.nanmax(np.abs(own), initial=0), np.nanmax(np.abs(other), initial=0))
+        size = _largest(a)
+        scale = max(_largest(own), _largest(other))
         if before is None:
             allowed = max(self._tolerance or RESULT_TOLERANCE, rounding) * scale + 1e-7
         else:
@@ -202,7 +202,12 @@ def largest_change(a: PyTree, b: PyTree) -> float:
         return float("inf")
     if not np.issubdtype(a.dtype, np.inexact):
         return 0.0
-    return float(np.nanmax(np.abs(a - b), initial=0))
+    return _largest(a - b)
+
+
+def _largest(x: np.ndarray) -> float:
+    """Returns the largest element without its sign, of those that are numbers."""
+    return float(np.max(np.abs(np.nan_to_num(x, posinf=0, neginf=0)), initial=0))
 
 
 def joined_axis(ours: np.ndarray, theirs: np.ndarray) -> int | None:

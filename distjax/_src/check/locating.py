@@ -223,8 +223,8 @@ def reductions_before(nodes: Iterable[Node]) -> list[Node]:
 
 def _close(a: np.ndarray, b: np.ndarray, floor: float) -> bool:
     """Returns whether values are equal up to rounding; `floor` is that of values that cancel."""
-    size = max(np.nanmax(np.abs(a), initial=0), np.nanmax(np.abs(b), initial=0))
     with np.errstate(invalid="ignore"):
+        size = np.max(np.abs(np.nan_to_num(np.concatenate([a.ravel(), b.ravel()]))), initial=0)
         near = np.abs(a - b) <= _TOLERANCE * size + floor + 1e-12
     same = (np.isnan(a) & np.isnan(b)) | (a == b)
     return bool((near | same).all())

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Edits, Node, Place, Recording, Tags
@@ -22,6 +23,7 @@ from distjax._src.objects.stateful import is_stateful
 from distjax._src.placement.per_replica import PerReplica, require_same_topology
 from distjax._src.placement.rows import is_batch
 from distjax._src.placement.topology import Topology, exchanging_topologies, one_device_topology
+from distjax._src.placement.transfer import transfer
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import PartitionedTree, is_array, is_one_leaf, user_path
 from distjax._src.replica.global_value import AlreadyPlaced
@@ -155,7 +157,8 @@ class Arguments:
                     "one process",
                 )
             )
-        return jax.device_put(x, self._device)
+        device = self._device
+        return transfer(x, None if device is None else SingleDeviceSharding(device))
 
     def given(self, count: int, change: Change | None = None) -> Any:
         """Returns (args, kwargs) for so many replicas."""

@@ -115,7 +115,7 @@ def check(
       ...     return w - 0.1 * jax.lax.psum(jnp.mean(x), "replica")
       >>> dj.check(step, jnp.float32(1.0), batch, strategy=strategy)
       Traceback (most recent call last):
-      distjax.errors.CheckError: step needs to compute the same for 2 replicas as for one...
+      distjax.errors.CheckError: step needs to be a step in which dj.check finds nothing...
     """
     require_outside_traces("check")
     require_callable(fn, "check")

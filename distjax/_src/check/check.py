@@ -310,8 +310,20 @@ class _Check:
         different = self._compare(self._several, self._alone)
         different = without_quotients(different, self._several, self._alone, self._count)
         found = self._explain(different) if different else []
-        found = found or self._with_other_rows(several, alone)
+        found = found or self._with_other_rows(several, alone) or self._once_more(several, alone)
         return [*found, *self._of_rules(is_found=bool(found))]
+
+    def _once_more(self, several: TracedStep, alone: TracedStep) -> list[Finding]:
+        """Runs the step once more, with the components that it has left in variables.
+
+        Their mean may be right though they stay apart: it shows where the next step reads them.
+        """
+        if not self._trial.advance(self._several, self._alone):
+            return []
+        self._several, self._alone = several.run(), alone.run()
+        different = self._compare(self._several, self._alone)
+        different = without_quotients(different, self._several, self._alone, self._count)
+        return self._explain(different) if different else []
 
     def _of_rules(self, *, is_found: bool) -> list[Finding]:
         """Returns what the rules say of what running has not shown."""

@@ -287,12 +287,17 @@ class Run:
       result: the user's results.
       recording: what its trace recorded.
       answers: what its callbacks returned, [R, ...].
+      components: of variables with a component for each replica, what it has left; not of those
+        that sum, which nobody reads apart.
+      num_replicas: for how many replicas it ran.
     """
 
     values: dict[Any, Value]
     result: Any
     recording: Recording
     answers: Mapping[Place, Any]
+    components: Mapping[Variable, Any]
+    num_replicas: int
 
 
 class Trial:
@@ -313,6 +318,17 @@ class Trial:
         self.find_program, self.arguments = find_program, arguments
         self.hear = hear
         self._values: dict[Variable, Any] = {}
+        self._components: dict[tuple[Variable, int], Any] = {}
+
+    def advance(self, *runs: Run) -> bool:
+        """Lets later runs start with the components that these have left.
+
+        Returns whether there are any: other state is the same for all replicas.
+        """
+        for run in runs:
+            count = run.num_replicas
+            self._components.update(((v, count), x) for v, x in run.components.items())
+        return bool(self._components)
 
     def run(self, options: Options) -> Run:
         """Traces the step, evaluates it, and returns what came out."""
@@ -320,6 +336,8 @@ class Trial:
 
     def value_of(self, variable: Variable, count: int) -> Any:
         """Returns what the variable holds, for so many replicas."""
+        if (variable, count) in self._components:
+            return self._components[variable, count]
         if variable not in self._values:
             self._values[variable] = self.arguments.on_device(variable.stored.value())
         value = self._values[variable]
@@ -423,7 +441,9 @@ class TracedStep:
         if self._changes is not None:
             result = result[0].build()
         answers = dict(zip(self._recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
-        return Run(values, result, self._recording, answers)
+        pairs = zip(found.writes, new, strict=True)
+        components = {v: x for v, x in pairs if is_per_component(v) and v.aggregation.name != "SUM"}
+        return Run(values, result, self._recording, answers, components, count)
 
     def _emit(
         self, emit: Callable[..., Any], fn: PyTree, state: PyTree, args: PyTree, kwargs: PyTree

@@ -5,7 +5,6 @@ import re
 
 from distjax._src import hooks
 from tests.test_floors import FLOORS, KERNEL
-from tests.wrong_programs import test_wrong_programs as wrong_programs
 
 ROOT = pathlib.Path(__file__).parents[2]
 #: Where a path may start: the private code, the public modules, the repository.
@@ -84,12 +83,3 @@ def test_the_files_that_a_package_readme_names_exist():
         for path in re.findall(r"`([\w./]+\.py)`", page.read_text()):
             places = (*own, *PLACES)
             assert any((place / path).exists() for place in places), f"{page}: {path}"
-
-
-def test_as_many_wrong_programs_are_found_as_it_says():
-    (number,) = re.findall(r"over (\d+) realistic mistakes", README)
-    (percent,) = re.findall(r"more\s+than (\d+)% of them", README)
-    levels = [row.level for row in wrong_programs.TABLE]
-    loud = sum(level in (wrong_programs.ERROR, wrong_programs.WARNING) for level in levels)
-    assert len(levels) > int(number)
-    assert 100 * loud / len(levels) > int(percent)

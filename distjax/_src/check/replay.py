@@ -23,7 +23,7 @@ from jax import lax
 from distjax._src import jax_compat, user_lines
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.collectives.ops import OWN_INDEX
-from distjax._src.context.expectation import reason_in
+from distjax._src.context.expectation import current_reason, reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, Flow
 from distjax._src.placement.topology import Topology
@@ -251,6 +251,7 @@ class _RecordingEmitter(JaxprEmitter):
     def __init__(self, topology: Topology, recording: Recording):
         super().__init__(topology)
         self._recording = recording
+        self.expected = current_reason()  # of the whole run
 
     def map_segment(
         self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]
@@ -569,7 +570,7 @@ _CONSTANT = Node((("", "", 0), 0), ())
 class Dependence(Flow[Tags]):
     """Follows why a value may differ between R replicas and one."""
 
-    def __init__(self, emitter: JaxprEmitter, recording: Recording):
+    def __init__(self, emitter: _RecordingEmitter, recording: Recording):
         super().__init__()
         self._emitter, self._recording = emitter, recording
 
@@ -592,7 +593,7 @@ class Dependence(Flow[Tags]):
             count = self._emitter.topology.num_replicas
             is_same = self._recording.grown_axis(place, eqn.params["shape"], count) is not None
             tags = frozenset((OWN_DRAWS,)) if tags and not is_same else NO_TAGS
-        reason = reason_in(scopes)
+        reason = reason_in(scopes) or self._emitter.expected
         if reason is not None:
             tags |= {f"dj.expect({reason!r})"}
         elif next(jax_compat.sub_jaxprs(eqn), None) is not None:

@@ -8,7 +8,7 @@ running cannot see (a mask that nobody reads, a batch that is equal on all repli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,9 @@ from distjax._src.check.comparing import (
     without_quotients,
 )
 from distjax._src.check.locating import Break, Locator, reductions_before
-from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Tags
+from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Options, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
-from distjax._src.check.runs import Arguments, Change, Options, Rows, Run, TracedStep, Trial
+from distjax._src.check.runs import Arguments, Change, Rows, Run, TracedStep, Trial
 from distjax._src.context.reporting import STATE, Finding
 from distjax._src.context.scoping import require_strategy
 from distjax._src.diagnostics.explain_step import (
@@ -339,7 +339,7 @@ class _Check:
         try:
             return TracedStep(self._trial, Options())
         except Exception as error:
-            if type(error).__module__.startswith("distjax"):
+            if type(error).__module__.startswith("distjax"):  # which is none of shapes
                 raise
             refused = error
         TracedStep(self._trial, Options(self._count, {}))  # raises an error of the user's own
@@ -361,8 +361,8 @@ class _Check:
         if change is None:
             return []
         with_masks = several.run(change)
-        different = self._compare(with_masks, alone.run(change))
-        different = without_quotients(different, with_masks, alone.run(change), self._count)
+        one = alone.run(change)
+        different = without_quotients(self._compare(with_masks, one), with_masks, one, self._count)
         if different:
             return self._explain(different, change)
         fill = _fill_padding(self._arguments.rows, change)
@@ -373,7 +373,9 @@ class _Check:
 
     # -- explaining ---------------------------------------------------------------
 
-    def _explain(self, different: Sequence[Difference], change: PyTree = None) -> list[Finding]:
+    def _explain(
+        self, different: Sequence[Difference], change: Change | None = None
+    ) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
         wrong = self._not_by_rounding(different, change)
         wrong = self._not_by_order(wrong, change)
@@ -421,7 +423,9 @@ class _Check:
             self._excused[different.value.name or "the result"] = tags
         return bool(tags)
 
-    def _not_by_rounding(self, different: Sequence[Difference], change: PyTree) -> list[Difference]:
+    def _not_by_rounding(
+        self, different: Sequence[Difference], change: Change | None
+    ) -> list[Difference]:
         """Returns what differs by more than if the rows change by a few roundings."""
         plain, disturbed = self._plain(change), self._traced_alone.run(self._disturb(change))
         left = []
@@ -449,7 +453,9 @@ class _Check:
 
         return disturb
 
-    def _not_by_order(self, different: Sequence[Difference], change: PyTree) -> list[Difference]:
+    def _not_by_order(
+        self, different: Sequence[Difference], change: Change | None
+    ) -> list[Difference]:
         """Returns what does not depend on the order of the rows."""
         sizes = {len(rows.whole) for rows in self._arguments.rows}
         if not different or len(sizes) != 1:
@@ -462,10 +468,10 @@ class _Check:
             traced = TracedStep(self._trial, options)
         shuffled = traced.run(lambda rows: before(rows)[order])
         moved = {d.key for d in self._compare(shuffled, self._plain(change))}
-        return [d for d in different if d.key not in moved]
+        return self._without(different, moved, "the order of the rows")
 
     def _not_by_constants(
-        self, wrong: list[Difference], several: Run, change: PyTree
+        self, wrong: list[Difference], several: Run, change: Change | None
     ) -> list[Difference]:
         """Returns what differs still if numbers such as R stand for the number of replicas."""
         if not wrong:
@@ -479,11 +485,19 @@ class _Check:
         run = TracedStep(self._trial, options).run(change)
         if not run.recording.used_constants:
             return wrong
-        left = {d.key for d in self._compare(several, run)}
-        return [d for d in wrong if d.key in left]
+        agreeing = {d.key for d in wrong} - {d.key for d in self._compare(several, run)}
+        return self._without(wrong, agreeing, "a number in the code that is R, or 1 / R")
+
+    def _without(
+        self, different: Sequence[Difference], keys: Collection[PyTree], why: str
+    ) -> list[Difference]:
+        """Returns what differs but for what is excused, which a note tells of."""
+        named = (d.value.name or "the result" for d in different if d.key in keys)
+        self._excused.update((name, frozenset((why,))) for name in named)
+        return [d for d in different if d.key not in keys]
 
     def _find_fix(
-        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: PyTree
+        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: Change | None
     ) -> str | None:
         """Returns a fix with which nothing of this differs, among a few that are tried."""
         keys = {d.key for _, d in group}
@@ -501,7 +515,7 @@ class _Check:
                 return fix_text(edit, told)
         return None
 
-    def _plain(self, change: PyTree) -> Run:
+    def _plain(self, change: Change | None) -> Run:
         """Returns the run of the one replica."""
         return self._alone if change is None else self._traced_alone.run(change)
 

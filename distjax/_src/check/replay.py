@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,41 +100,47 @@ Edits = Mapping[tuple[Place, int], int]
 EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
 
 
-class TraceOptions(Protocol):
-    """How a step is traced: see `runs.Options`."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a step is traced.
 
-    @property
-    def mates(self) -> Mapping[Place, tuple[int, ...]] | None: ...
-    @property
-    def axes(self) -> Mapping[Place, int] | None: ...
-    @property
-    def order(self) -> Sequence[int] | None: ...
-    @property
-    def keeps(self) -> bool: ...
-    @property
-    def constants(self) -> Mapping[float, float] | None: ...
-    @property
-    def edits(self) -> Edits | None: ...
-    @property
-    def modes(self) -> Any: ...
-    @property
-    def constant_lines(self) -> Collection[str]: ...
-    @property
-    def answers(self) -> Mapping[Place, Any] | None: ...
+    Attributes:
+      count: for how many replicas.
+      mates: the draws of the one replica, see `Recording`; None: this is its trace.
+      axes: of the draws, along which axis there is a number for each row.
+      order: in which order the rows are, of which each draws its own.
+      keeps: whether all values are kept.
+      constants: numbers in the code -> what stands for them, in these lines.
+      edits: values that can be changed, and where in `modes` it says how.
+      modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
+      answers: what callbacks returned in the first run; None: this is it.
+    """
+
+    count: int = 1
+    mates: Mapping[Place, tuple[int, ...]] | None = None
+    axes: Mapping[Place, int] | None = None
+    order: Sequence[int] | None = None
+    keeps: bool = False
+    constants: Mapping[float, float] | None = None
+    constant_lines: Collection[str] = ()
+    edits: Edits | None = None
+    modes: jax.Array | None = None
+    answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
 
 class Recording:
     """What one trace records.
 
     Args:
-      options: how the step is traced, see `runs.Options`.
+      options: how the step is traced.
     """
 
-    def __init__(self, options: TraceOptions):
+    def __init__(self, options: Options):
         self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
         self.returns = options.keeps
         self.constants, self.edits = options.constants or {}, options.edits or {}
-        self.modes, self.constant_lines = options.modes, options.constant_lines
+        self.modes: Any = options.modes
+        self.constant_lines = options.constant_lines
         self._axes, self._order = options.axes or {}, options.order
         #: What callbacks returned in the first run; None: this is it.
         self.given_answers = options.answers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
-from distjax._src.check.replay import NO_TAGS, Edits, Node, Place, Recording, Tags
+from distjax._src.check.replay import NO_TAGS, Node, Options, Place, Recording, Tags
 from distjax._src.objects.stateful import is_stateful
 from distjax._src.placement.per_replica import PerReplica, require_same_topology
 from distjax._src.placement.rows import is_batch
@@ -227,34 +227,6 @@ def _uneven_text(path: str, rows: int, count: int) -> str:
 
 
 # -- runs -----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a step is traced.
-
-    Attributes:
-      count: for how many replicas.
-      mates: the draws of the one replica, see `Recording`; None: this is its trace.
-      axes: of the draws, along which axis there is a number for each row.
-      order: in which order the rows are, of which each draws its own.
-      keeps: whether all values are kept.
-      constants: numbers in the code -> what stands for them, in these lines.
-      edits: values that can be changed, and where in `modes` it says how.
-      modes: a number for each edit, which `TracedStep.run` takes others for; see `replay.EDITS`.
-      answers: what callbacks returned in the first run; None: this is it.
-    """
-
-    count: int = 1
-    mates: Mapping[Place, tuple[int, ...]] | None = None
-    axes: Mapping[Place, int] | None = None
-    order: Sequence[int] | None = None
-    keeps: bool = False
-    constants: Mapping[float, float] | None = None
-    constant_lines: Collection[str] = ()
-    edits: Edits | None = None
-    modes: jax.Array | None = None
-    answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,11 +24,6 @@ from tests.check.problem import (
 AXIS = "replica"
 
 
-@pytest.fixture
-def strategy():
-    return dj.VirtualStrategy(R)
-
-
 def one_step(params, x, y, reduce=lax.pmean):
     return descend(params, reduce(jax.grad(loss_of)(params, x, y), AXIS))  # reduces
 

@@ -26,11 +26,6 @@ from tests.check.problem import (
 AXIS = "replica"
 
 
-@pytest.fixture
-def strategy():
-    return dj.VirtualStrategy(R)
-
-
 def right(params, x, y):
     return descend(params, lax.pmean(jax.grad(loss_of)(params, x, y), AXIS))
 

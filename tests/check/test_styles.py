@@ -27,11 +27,6 @@ REDUCTIONS = [("mean", True), ("sum", False)]
 both = pytest.mark.parametrize(("op", "right"), REDUCTIONS, ids=["right", "wrong"])
 
 
-@pytest.fixture
-def strategy():
-    return dj.VirtualStrategy(R)
-
-
 def outcome(step, *args, **options):
     """Returns whether a step is right, as dj.check sees it."""
     try:

@@ -10,7 +10,6 @@ import distjax as dj
 from tests.check import problem
 from tests.check.problem import (
     RULE,
-    R,
     batch_of,
     descend,
     finding_of,
@@ -27,11 +26,6 @@ AXIS = "replica"
 MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 DESCENDS = f"{line_of(problem.__file__, 'descends')} (descend.<locals>.<lambda>)"
 SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
-
-
-@pytest.fixture
-def strategy():
-    return dj.VirtualStrategy(R)
 
 
 def find(strategy, step):
@@ -215,3 +209,15 @@ def test_the_error_says_how_many_findings(strategy):
         "  Fix: as each finding says; or, where it is meant: with dj.expect(reason)",
     ]
     assert lines[4].startswith(f"  error: {RULE}, at ")
+
+
+def test_what_is_excused_is_told_beside_what_is_wrong(strategy):
+    """The number R in the code may stand for the number of replicas: then the loss is right."""
+
+    def step(params, x, y):
+        loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+        return descend(params, lax.psum(grads, AXIS)), lax.psum(loss, AXIS) / 4
+
+    found = findings_of(step, params(), *batch_of(strategy), strategy=strategy)
+    [note] = [f for f in found if f.level == "note"]
+    assert "[1] (a number in the code that is R, or 1 / R)" in note.text

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Node, Options, Place, Recording, Tags
+from distjax._src.collectives import ops
 from distjax._src.objects.stateful import is_stateful
 from distjax._src.placement.per_replica import PerReplica, require_same_topology
 from distjax._src.placement.rows import is_batch
@@ -28,6 +29,7 @@ from distjax._src.program.program import Program
 from distjax._src.replica.arguments import PartitionedTree, is_array, is_one_leaf, user_path
 from distjax._src.replica.global_value import AlreadyPlaced
 from distjax._src.typing import PyTree
+from distjax._src.variables.policy import Combine
 from distjax._src.variables.variable import Variable
 from distjax.errors import UnsupportedError, message
 
@@ -328,12 +330,11 @@ def is_per_component(variable: Variable) -> bool:
 
 def combined(variable: Variable, components: jax.Array) -> jax.Array:
     """Returns the one component [1, ...] that stands for those of all replicas."""
-    name = variable.aggregation.name
-    if name == "SUM":
-        return components.sum(0, keepdims=True, dtype=components.dtype)
-    if name == "MEAN":
-        return components.mean(0, keepdims=True, dtype=components.dtype)
-    return components[:1]
+    rule = variable.policy.cross_read
+    if rule is Combine.REFUSE:
+        return components[:1]
+    combine = functools.partial(ops.combine, rule.name, axis_name="r", num_replicas=len(components))
+    return jax.vmap(combine, axis_name="r")(components)[:1].astype(components.dtype)
 
 
 #: XLA's options to compile in half of the time what runs but once.

@@ -123,6 +123,20 @@ def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
     return lax.psum(kept, axis_name).astype(x.dtype)
 
 
+def combine(rule: str, x: ArrayLike, axis_name: str, num_replicas: int) -> jax.Array:
+    """Returns the replicas' `x` as one value on every replica: how a variable aggregates.
+
+    Args:
+      rule: SUM, MEAN or FIRST, the names of `Combine` that make one value of several.
+      x: this replica's value.
+      axis_name: the replica axis of the surrounding map.
+      num_replicas: its size R.
+    """
+    if rule == "FIRST":
+        return from_first_replica(x, axis_name)
+    return all_reduce(ReduceOp[rule], x, axis_name, num_replicas)
+
+
 def require_gather_axis(ndim: int, axis: object, method: str) -> None:
     """Raises a ValueError unless `axis` is an axis of a value with `ndim` axes."""
     if is_int(axis) and 0 <= axis < ndim:

@@ -361,11 +361,9 @@ def gather_arrays(
 
 
 def combine_components(stored: jax.Array, topology: Topology, rule: str) -> jax.Array:
-    """Combines a variable's components [R, ...] into one value: sum, mean or first."""
+    """Combines a variable's components [R, ...] into one value, by `ops.combine`."""
 
     def on_replica(x: jax.Array) -> list[Any]:
-        if rule == "FIRST":
-            return [ops.from_first_replica(x, topology.axis_name)]
-        return [ops.all_reduce(ReduceOp[rule], x, topology.axis_name, topology.num_replicas)]
+        return [ops.combine(rule, x, topology.axis_name, topology.num_replicas)]
 
     return map_replicas(topology, on_replica, [stored], [True], [False])[0]

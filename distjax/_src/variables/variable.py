@@ -599,12 +599,12 @@ def _combine_in_replica(
     topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.EACH or is_equal:
         return form.own_part(array)
-    if rule is Combine.FIRST:
-        first = ops.from_first_replica(array, topology.axis_name)
-        return form.own_part(first)
     if rule is Combine.SUM:
         _require_sums(variable, method)
-    return form.reduce(ReduceOp[rule.name], array, topology)
+    if rule.name in ReduceOp.__members__:  # a split variable reduces and splits at once
+        return form.reduce(ReduceOp[rule.name], array, topology)
+    axis_name, count = topology.axis_name, topology.num_replicas
+    return form.own_part(ops.combine(rule.name, array, axis_name, count))
 
 
 def _write_by_merge(

@@ -12,6 +12,7 @@ from distjax._src import hooks as _hooks
 from distjax._src import lint as lint  # installs itself
 from distjax._src.cluster.joining import initialize
 from distjax._src.cluster.ledger import phase
+from distjax._src.cluster.meeting import any_process
 from distjax._src.collectives.reductions import CommunicationImplementation, CommunicationOptions
 from distjax._src.context.expectation import expect
 from distjax._src.context.scoping import (
@@ -90,6 +91,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "VirtualStrategy",
+    "any_process",
     "check",
     "diagnostics",
     "errors",

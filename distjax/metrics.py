@@ -28,7 +28,7 @@ from distjax._src.collectives.ops import sum_dtype
 from distjax._src.context import frames
 from distjax._src.context.contracts import StrategyLike
 from distjax._src.context.frames import Frame
-from distjax._src.masks import broadcast_mask
+from distjax._src.masks import broadcast_mask, spread_mask
 from distjax._src.modes import VariableAggregation, VariableSynchronization
 from distjax._src.placement.per_replica import is_per_replica
 from distjax._src.placement.transfer import require_held
@@ -36,7 +36,7 @@ from distjax._src.strategies.values import is_mirrored
 from distjax._src.typing import ArrayLike, DTypeLike, PyTree
 from distjax._src.variables.conversion import rounded
 from distjax._src.variables.variable import Variable
-from distjax.errors import BatchError, describe_value, message
+from distjax.errors import BatchError, describe_value, message, require
 
 __all__ = ["Accuracy", "Mean", "Metric", "Sum"]
 
@@ -219,6 +219,8 @@ class Mean(Metric):
     Args:
       name: the name in messages.
       dtype: the dtype of the sum.
+      weighted: whether values have weights: ``sum of weights * values / sum of weights``, both
+        summed in `dtype`.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -233,16 +235,63 @@ class Mean(Metric):
     Source: tf.keras.metrics.Mean.
     """
 
-    def __init__(self, name: str = "mean", *, dtype: DTypeLike = jnp.float32):
-        self._dtype = jnp.dtype(dtype)
+    def __init__(
+        self, name: str = "mean", *, dtype: DTypeLike = jnp.float32, weighted: bool = False
+    ):
+        self._dtype, self._weighted = jnp.dtype(dtype), weighted
         total = jax.ShapeDtypeStruct((), self._dtype)
-        super().__init__(name, {"total": total, "count": jax.ShapeDtypeStruct((), jnp.int32)})
+        count = total if weighted else jax.ShapeDtypeStruct((), jnp.int32)
+        super().__init__(name, {"total": total, "count": count})
 
-    def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
-        """Returns the sum and count of `values` [B, ...] where `mask` [B] is True."""
+    def measure(
+        self,
+        values: ArrayLike,
+        mask: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+    ) -> dict[str, Any]:
+        """Returns the sum and count of `values` [B, ...] where `mask` [B] is True.
+
+        Of a weighted mean, the sums of `weights` times values, and of `weights`: numbers of the
+        shape of `values`, or of any leading part of it. A token's loss counts by its weight with
+        ``metric.update(losses, weights=token_weights)``.
+        """
         _require_numbers(values, self.name)
-        total, count = _masked_sum(values, mask, self._dtype)
-        return {"total": total, "count": count}
+        if not self._weighted:
+            require(
+                weights is None,
+                f"metric {self.name!r} needs to be weighted to take weights",
+                got="weights=",
+                why="it counts its values in an integer",
+                fix=f"dj.metrics.Mean({self.name!r}, weighted=True)",
+                error=TypeError,
+            )
+            total, count = _masked_sum(values, mask, self._dtype)
+            return {"total": total, "count": count}
+        require(
+            weights is not None,
+            f"weighted metric {self.name!r} needs weights",
+            got="values alone",
+            why="a mean of values with and without weights is the mean of nothing",
+            fix="metric.update(losses, weights=token_weights)",
+            error=TypeError,
+        )
+        values = jnp.asarray(values, self._dtype)
+        weights = jnp.asarray(weights, self._dtype)
+        if weights.shape != values.shape[: weights.ndim]:
+            raise BatchError(
+                message(
+                    f"weighted metric {self.name!r} needs weights of a leading part of the shape "
+                    "of its values",
+                    got=f"weights {list(weights.shape)}, values {list(values.shape)}",
+                    why="each value has a weight",
+                    fix="metric.update(losses, weights=token_weights)",
+                )
+            )
+        each = jnp.broadcast_to(spread_mask(weights, values.shape), values.shape)
+        total, _ = _masked_sum(
+            values.astype(self._dtype) * each.astype(self._dtype), mask, self._dtype
+        )
+        return {"total": total, "count": _masked_sum(each, mask, self._dtype)[0]}
 
     def compute(self, total: jax.Array, count: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns ``total / count``."""

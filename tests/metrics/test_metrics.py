@@ -1,5 +1,7 @@
 """Mean, Sum and Accuracy: closed forms, masks, contexts, cost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,31 @@ def test_a_mask_of_examples_with_several_values(strategy, make):
     x = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
     strategy.run(lambda: mean.update(x, mask=np.array([True, False])))
     assert float(mean.result()) == 2.0
+
+
+def test_a_weighted_mean(strategy, make, how):
+    mean = make(functools.partial(dj.metrics.Mean, weighted=True))
+    x, numbers = batches(strategy, 8)
+
+    def step(x):
+        weights = jnp.arange(8) % 3
+        mean.update(x, weights=weights)
+        mean.update(jnp.stack([x, x], 1), jnp.arange(8) < 4, weights=weights.astype(jnp.float32))
+
+    how(lambda x: strategy.run(step, args=(x,)))(x)
+    rows = numbers.reshape(-1, 8)
+    weights = np.tile(np.arange(8) % 3, (len(rows), 1)) * (1 + 2 * (np.arange(8) < 4))
+    np.testing.assert_allclose(mean.result(), np.average(rows, weights=weights), rtol=1e-6)
+
+
+def test_weights_for_a_mean_that_has_some():
+    plain, weighted = dj.metrics.Mean("loss"), dj.metrics.Mean("loss", weighted=True)
+    with pytest.raises(TypeError, match="^metric 'loss' needs to be weighted to take weights"):
+        plain.update(np.ones(2), weights=np.ones(2))
+    with pytest.raises(TypeError, match="^weighted metric 'loss' needs weights"):
+        weighted.update(np.ones(2))
+    with pytest.raises(BatchError, match="^weighted metric 'loss' needs weights of a leading part"):
+        weighted.update(np.ones((2, 3)), weights=np.ones(3))
 
 
 def test_accuracy(strategy, make, how):

@@ -66,8 +66,9 @@ try:
     client.blocking_key_value_get("never", 10)
 except jax.errors.JaxRuntimeError as error:
     never = str(error)
-report(ids=ids, never=never, hosts=joined.hosts, id=joined.process_id, name=joined.name_process(1),
-       count=joined.num_processes, keys=keys,
+late = [dj.any_process(I == 1), dj.any_process(False)]
+report(ids=ids, never=never, late=late, hosts=joined.hosts, id=joined.process_id,
+       name=joined.name_process(1), count=joined.num_processes, keys=keys,
        meeting=joined.timeouts.meeting, other=other, renamed=socket.gethostname() == OUTSIDE)
 threading.Thread(target=sys.exit, args=(5,)).start()  # ends the thread, no more
 raise SystemExit(4 * I)
@@ -83,6 +84,7 @@ raise SystemExit(4 * I)
         assert process["listens"] == ["127.0.0.1"]
         assert (process["id"], process["count"], process["meeting"]) == (i, 2, 30)
         assert "DEADLINE_EXCEEDED" in process["never"]
+        assert process["late"] == [True, False]
         assert process["keys"] == [["test/0", "x"], ["test/1", "x"]]
         assert process["name"] == f"process 1 on {first['hosts'][1]}"
         assert process["other"].startswith(

@@ -26,6 +26,10 @@ def of_jit(_, fn):
     return dj.jit(fn, static_argnums=0)
 
 
+def of_strategy(pair, fn):
+    return pair.jit(fn, static_argnums=0)
+
+
 def by_name(_, fn):
     compiled = dj.jit(fn, static_argnames="n")
     compiled_lower = compiled.lower
@@ -33,7 +37,7 @@ def by_name(_, fn):
     return compiled
 
 
-@pytest.mark.parametrize("make", [of_pmap, of_jit, by_name])
+@pytest.mark.parametrize("make", [of_pmap, of_jit, of_strategy, by_name])
 def test_a_compiled_program_takes_what_is_not_static(pair, make):
     calls = []
     fn = make(pair, lambda n, x: traced(calls, n, x))

@@ -1,4 +1,4 @@
-"""reduce with a mask of the examples that count (decision 16)."""
+"""reduce and gather with a mask of the examples that count (decision 16)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,3 +78,28 @@ def test_where_nothing_counts_a_sum_is_0_and_a_mean_nan(pair):
 def test_mask_with_a_tree(pair):
     with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
         pair.reduce("sum", [ids(pair)], mask=np.array([True]))
+
+
+# -- gather -------------------------------------------------------------------
+
+
+def test_what_is_gathered_with_a_mask_is_the_batch_without_padding(strategy):
+    count = strategy.num_replicas_in_sync
+    batches = [np.arange(2 * count), np.arange(2 * count - 1), np.arange(1)]
+    options = dj.InputOptions(partial="pad")
+    for i, batch in enumerate(strategy.distribute_dataset(batches, options)):
+        out = strategy.run(lambda x: {"x": x, "twice": jnp.stack([x, x])}, args=(batch.data,))
+        gathered = strategy.gather(out["x"], axis=0, mask=batch.mask)
+        assert isinstance(gathered, np.ndarray)
+        np.testing.assert_array_equal(gathered, batches[i])
+        twice = strategy.gather({"a": out["twice"]}, axis=1, mask=batch.mask)["a"]
+        np.testing.assert_array_equal(twice, [batches[i], batches[i]])
+
+
+def test_a_mask_to_gather_by_fits_and_has_values(pair):
+    x, mask = pads(pair, [[1, 2], [3]], np.float32)
+    for wrong in (pair.run(lambda m: m[:1], args=(mask,)), pair.run(jnp.float32, args=(mask,))):
+        with pytest.raises(ValueError, match=r"^gather needs a bool mask \[4\], one entry per el"):
+            pair.gather(x, axis=0, mask=wrong)
+    with pytest.raises(ValueError, match="^gather with a mask needs values, not a trace"):
+        dj.jit(lambda x, m: pair.gather(x, axis=0, mask=m))(x, mask)

@@ -288,7 +288,7 @@ class _Check:
         if isinstance(fn, MappedFunction):
             compiled = fn.program_for(args, kwargs)
         elif self._strategy is not None:
-            compiled = compile_on_replicas(self._strategy, fn, ())
+            compiled = compile_on_replicas(self._strategy, fn)
         else:
             compiled = fn if isinstance(fn, CompiledFunction) else jit(fn)
         return compiled.new_program()

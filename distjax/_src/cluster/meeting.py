@@ -117,6 +117,25 @@ def hear_all(joined: Job | None, occasion: str, do: Callable[[], Any]) -> list[A
     return list(values)
 
 
+def any_process(flag: bool) -> bool:
+    """Returns whether `flag` is True on any process of the job: to stop, skip or save together.
+
+    Args:
+      flag: what this process found, such as that its loss is not finite or its time is up.
+
+    Context: outside a step; every process calls it, at the same place.
+    Cost: one meeting of the processes, without devices; nothing in one process.
+
+    Raises:
+      AgreementError, StuckError, PeerLostError: as where processes meet.
+
+    Example:
+      >>> dj.any_process(False)
+      False
+    """
+    return any(hear_all(job(), "dj.any_process", lambda: bool(flag)))
+
+
 def hear_first(joined: Job | None, occasion: str, do: Callable[[], Any]) -> Any:
     """Returns process 0's ``do()`` on every process; arguments and errors as for `hear_all`.
 

@@ -173,7 +173,7 @@ def lower_step(
     fn, args = with_object(fn, args)
     if strategy is not None:
         args, kwargs = strategy.extended.place_arguments((args, kwargs))
-        step = compile_on_replicas(strategy, fn, ())
+        step = compile_on_replicas(strategy, fn)
     else:
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
         if not isinstance(fn, CompiledFunction):  # a plain call would hand on marks

@@ -57,6 +57,7 @@ class Accumulation:
       op: how the replicas' gradients are reduced. A checkpoint holds the reduced sum, so it can be
         restored with another number of replicas, or where each step reduces, but not with another
         `op`. With a smaller k it may hold k gradients or more: the next step completes them.
+      weighted: whether gradients come multiplied by weights, whose sum is kept beside theirs.
 
     Context: a distjax trace.
     """
@@ -67,6 +68,7 @@ class Accumulation:
         variables: Sequence[Variable],
         num_steps: int,
         op: ReduceOp,
+        weighted: bool,
     ):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
         # Without synchronization there is one sum, of gradients that are already reduced.
@@ -82,6 +84,15 @@ class Accumulation:
         self._reduces_first = [a or b for a, b in zip(split, has_one, strict=True)]
         with extended.colocate_vars_with(self._devices):
             self.counter = Variable(jnp.int32(0), name="accumulated_steps", trainable=False)
+        self.weight = None
+        if weighted:
+            self.weight = Variable(
+                jnp.float32(0),
+                name="accumulated_weight",
+                trainable=False,
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.MEAN,  # as the gradients are reduced
+            )
 
     def _make_accumulator(self, variable: Variable, split: bool) -> Variable:
         sync = VariableSynchronization
@@ -97,13 +108,15 @@ class Accumulation:
     def step(
         self,
         grads: Sequence[Any],
+        weight: PyTree,
         reduce: Callable[[Sequence[tuple[Any, Variable]]], Sequence[Any]],
         apply: Callable[[list[Any]], None],
     ) -> None:
         """Adds `grads`; every k-th call applies the mean of the accumulated gradients.
 
         Args:
-          grads: a gradient for each variable, in the global view.
+          grads: a gradient for each variable, in the global view; multiplied by the weight.
+          weight: their weight; None: all gradients count the same.
           reduce: reduces (value, variable) pairs over the replicas.
           apply: updates the variables with reduced gradients.
 
@@ -114,18 +127,45 @@ class Accumulation:
             self.accumulators, self._reduce_some(grads, reduce, first=True), strict=True
         ):
             self._extended.update(accumulator, _add, args=(gradient,))
+        if self.weight is not None:
+            self._extended.update(self.weight, _add, args=(weight,))
         count = self.counter.value + 1
-        is_last = count >= self._num_steps
+        dtypes = [getattr(g, "dtype", None) for g in grads]
+        self._apply_if(count >= self._num_steps, count, dtypes, reduce, apply)
 
-        def flush() -> None:
+    def flush(
+        self,
+        reduce: Callable[[Sequence[tuple[Any, Variable]]], Sequence[Any]],
+        apply: Callable[[list[Any]], None],
+    ) -> None:
+        """Applies the mean of the gradients accumulated since the last update, if any."""
+        count = self.counter.value
+        self._apply_if(count > 0, count, [v.dtype for v in self._variables], reduce, apply)
+
+    def _apply_if(
+        self,
+        is_due: jax.Array,
+        count: jax.Array,
+        dtypes: Sequence[Any],
+        reduce: Callable[[Sequence[tuple[Any, Variable]]], Sequence[Any]],
+        apply: Callable[[list[Any]], None],
+    ) -> None:
+        """Applies the mean of `count` gradients of these dtypes, and starts anew, if it is due."""
+
+        def apply_mean() -> None:
             sums = self._reduce_some(self.accumulators, reduce, first=False)
-            means = (total / count.astype(total.dtype) for total in sums)
-            apply([x.astype(_mean_dtype(g, s)) for x, g, s in zip(means, grads, sums, strict=True)])
+            divisor = count
+            if self.weight is not None:  # without any weight, the gradients are zeros: 0 / 1
+                divisor = jnp.where(self.weight.value == 0, 1, self.weight.value)
+                self.weight.assign(jnp.float32(0))
+            means = (total / divisor.astype(total.dtype) for total in sums)
+            of_grads = (_mean_dtype(d, s) for d, s in zip(dtypes, sums, strict=True))
+            apply([x.astype(dtype) for x, dtype in zip(means, of_grads, strict=True)])
             for accumulator in self.accumulators:
                 accumulator.assign(jnp.zeros(accumulator.shape, accumulator.dtype))
 
-        lax.cond(is_last, flush, lambda: None)
-        count = jnp.where(is_last, 0, count)
+        lax.cond(is_due, apply_mean, lambda: None)
+        count = jnp.where(is_due, 0, count)
         self._extended.update_non_slot(self._devices, self.counter.assign, args=(count,))
 
     def _reduce_some(
@@ -145,10 +185,10 @@ def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
     return jnp.float32 if is_narrow else dtype
 
 
-def _mean_dtype(gradient: PyTree, total: jax.Array) -> DTypeLike:
+def _mean_dtype(dtype: DTypeLike | None, total: jax.Array) -> DTypeLike:
     """Returns the dtype of the gradient, or of the sum for a gradient without fractions."""
-    dtype = getattr(gradient, "dtype", total.dtype)
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else total.dtype
+    is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype if is_inexact else total.dtype
 
 
 def _add(accumulator: Variable, gradient: ArrayLike) -> None:
@@ -170,6 +210,9 @@ class Optimizer:
         the mean gradient of k calls, summed in float32 or wider. If the strategy
         splits gradients (ZeRO 2 and 3), every call reduce-scatters and the sum is
         kept split.
+      weighted: whether each call of `apply_gradients` has a weight, such as its number of
+        tokens: the update's gradient is then the weighted mean over all calls and replicas,
+        ``sum of weight * gradient / sum of weight``. Needs reduce_op "mean".
 
     Example:
       >>> import optax
@@ -201,6 +244,7 @@ class Optimizer:
         reduce_op: ReduceOpLike = "sum",
         *,
         accumulate_steps: int = 1,
+        weighted: bool = False,
     ):
         _require_transformation(tx)
         require_int(
@@ -212,7 +256,14 @@ class Optimizer:
         )
         self._tx = optax.with_extra_args_support(tx)
         self._op = as_reduce_op(reduce_op, "Optimizer: reduce_op")
-        self._accumulate_steps = accumulate_steps
+        require(
+            not weighted or self._op is ReduceOp.MEAN,
+            "Optimizer: weighted=True needs reduce_op='mean'",
+            got=f"reduce_op={self._op.name.lower()!r}",
+            why="gradients with weights are averaged, over replicas and calls",
+            fix="dj.optim.Optimizer(tx, 'mean', weighted=True)",
+        )
+        self._accumulate_steps, self._weighted = accumulate_steps, weighted
         self._tree: Any = None
         self._variables: list[Variable] = []
         self._state: OptimizerState | None = None
@@ -236,9 +287,12 @@ class Optimizer:
 
     @property
     def accumulators(self) -> tuple[Variable, ...]:
-        """The variables of gradient accumulation: the sums, then the counter."""
+        """The variables of gradient accumulation: the sums, the counter, the sum of weights."""
         kept = self._accumulation
-        return () if kept is None else (*kept.accumulators, kept.counter)
+        if kept is None:
+            return ()
+        weight = () if kept.weight is None else (kept.weight,)
+        return (*kept.accumulators, kept.counter, *weight)
 
     def kept_variables(self) -> dict[str, Any]:
         """Returns the variables to checkpoint: state and accumulators, not parameters.
@@ -272,12 +326,12 @@ class Optimizer:
             variables.
           StrategyMismatchError: variables of several strategies.
         """
-        self._variables = _require_variables(variables)
+        self._variables = require_variables(variables)
         self._tree = variables
         compiles = self._strategy.extended.compiles
         # Anew: old programs hold the old state.
         self._step = jit(self._step_in_trace) if compiles else self._step_in_trace
-        with _active(self._strategy):
+        with active(self._strategy):
             if compiles and frames.current().state is None:
                 jit(self._make).lower()  # a trace makes the variables: there is nothing to run
             else:
@@ -286,9 +340,9 @@ class Optimizer:
     def _make(self) -> None:
         extended = self._strategy.extended
         self._state = make_state(self._tx, extended, self._tree)
-        if self._accumulate_steps > 1:
+        if self._accumulate_steps > 1 or self._weighted:
             steps, op = self._accumulate_steps, self._op
-            self._accumulation = Accumulation(extended, self._variables, steps, op)
+            self._accumulation = Accumulation(extended, self._variables, steps, op, self._weighted)
 
     @property
     def _strategy(self) -> Any:
@@ -296,7 +350,9 @@ class Optimizer:
 
     # -- one step -------------------------------------------------------------
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: PyTree) -> None:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *, weight: PyTree = None, **extra: PyTree
+    ) -> None:
         """Reduces the gradients over the replicas and updates the variables.
 
         In a replica context it makes a merge_call, which reduces to the variables and
@@ -306,6 +362,8 @@ class Optimizer:
         Args:
           grads_and_vars: (gradient, variable) pairs, one for each variable passed
             to `init`, in any order; or pairs of trees.
+          weight: of a weighted optimizer, the weight [] of this replica's gradients: they are
+            means over so many tokens or examples.
           **extra: arguments of the transformation's update, equal on every
             replica (e.g. the all-reduced loss as `value=`).
 
@@ -317,21 +375,70 @@ class Optimizer:
         Raises:
           ContextError: before `init`.
           ValueError: gradients that do not fit the variables; a sum of values that
-            are not on the replicas.
+            are not on the replicas; a weight too many or missing.
           LocalityError: a PerReplica in a replica function, or as an extra
             argument.
 
         Source: tf.keras Optimizer.apply_gradients.
         """
         grads = self._in_order(grads_and_vars)
+        self._require_weight(weight)
         frame = frames.current()
         context = frame.replica_context
         if context is None or (frame.allows_both and frame.strategy is not self._strategy):
-            self._apply_across(self._strategy, grads, extra)
+            if weight is not None:
+                with active(self._strategy):
+                    grads = self._strategy.run(_weigh, args=(grads, weight))
+            self._apply_across(self._strategy, grads, extra, weight)
             return
-        _require_no_per_replica((grads, extra))
+        _require_no_per_replica((grads, extra, weight))
         grads = [jnp.asarray(g) for g in grads]
-        context.merge_call(self._apply_across, args=(grads, extra))
+        if weight is not None:
+            weight = jnp.asarray(weight, jnp.float32)
+            grads = _weigh(grads, weight)
+        context.merge_call(self._apply_across, args=(grads, extra, weight))
+
+    def flush(self) -> None:
+        """Updates the variables with the gradients accumulated since the last update, if any.
+
+        For the end of an epoch or a run whose number of steps `accumulate_steps` does not divide:
+        the mean is that of the calls there were. Only for transformations without extra arguments.
+
+        Locality: V(v) written. Context: any. Cost: as of a call that updates.
+
+        Raises:
+          ContextError: before `init`.
+        """
+        self._require_state("flush")
+        if self._accumulation is None:
+            return
+        context = frames.current().replica_context
+        if context is not None and frames.current().strategy is self._strategy:
+            context.merge_call(self._flush_across)
+        else:
+            self._flush_across(self._strategy)
+
+    def _flush_across(self, strategy: StrategyLike) -> None:
+        with active(self._strategy):
+            if frames.current().state is None and self._strategy.extended.compiles:
+                jit(self._flush_in_trace)()
+            else:
+                self._flush_in_trace()
+
+    def _flush_in_trace(self) -> None:
+        assert self._accumulation is not None
+        self._accumulation.flush(self._reduce, functools.partial(self._update, extra={}))
+
+    def _require_weight(self, weight: PyTree) -> None:
+        require(
+            self._weighted == (weight is not None),
+            "apply_gradients needs a weight of a weighted optimizer, and of no other",
+            got=f"an optimizer with weighted={self._weighted}, and "
+            + ("no weight" if weight is None else "a weight"),
+            why="the gradient of an update is a mean, weighted or not",
+            fix="optimizer.apply_gradients(pairs, weight=num_tokens), with "
+            "dj.optim.Optimizer(tx, 'mean', weighted=True)",
+        )
 
     def distributed_apply(
         self, strategy: StrategyLike, grads_and_vars: Iterable[Any], **extra: PyTree
@@ -349,6 +456,7 @@ class Optimizer:
 
         Source: `Optimizer._distributed_apply` (TF 1.12, 1.13).
         """
+        self._require_weight(None)
         extended = getattr(strategy, "extended", None)  # an adapter has its strategy's
         current = getattr(extended, "strategy", strategy)
         self._apply_across(current, self._in_order(grads_and_vars), extra)
@@ -370,7 +478,11 @@ class Optimizer:
         )
 
     def _apply_across(
-        self, strategy: StrategyLike, grads: Sequence[Any], extra: dict[str, Any]
+        self,
+        strategy: StrategyLike,
+        grads: Sequence[Any],
+        extra: dict[str, Any],
+        weight: PyTree = None,
     ) -> None:
         own = self._strategy
         if strategy is not own:
@@ -387,29 +499,37 @@ class Optimizer:
         _require_one_value(extra)
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
             _require_placed(own.extended, grads, self._variables)
-        with _active(own):
+        with active(own):
             if frames.current().state is None:
-                self._step(list(grads), extra)
+                self._step(list(grads), extra, weight)
             else:
-                self._step_in_trace(list(grads), extra)
+                self._step_in_trace(list(grads), extra, weight)
 
-    def _step_in_trace(self, grads: list[Any], extra: dict[str, Any]) -> None:
-        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
-
-        def apply(reduced: list[Any]) -> None:
-            update_variables(self._tx, self._require_state(), self._tree, reduced, extra)
-
+    def _step_in_trace(self, grads: list[Any], extra: dict[str, Any], weight: PyTree) -> None:
+        apply = functools.partial(self._update, extra=extra)
         if self._accumulation is None:
-            apply(reduce(list(zip(grads, self._variables, strict=True))))
+            apply(self._reduce(list(zip(grads, self._variables, strict=True))))
         else:
-            self._accumulation.step(grads, reduce, apply)
+            self._accumulation.step(grads, weight, self._reduce, apply)
+
+    def _reduce(self, pairs: Sequence[tuple[Any, Variable]]) -> Sequence[Any]:
+        return self._strategy.extended.batch_reduce_to(self._op, pairs)
+
+    def _update(self, reduced: list[Any], extra: dict[str, Any]) -> None:
+        update_variables(self._tx, self._require_state(), self._tree, reduced, extra)
 
     def __repr__(self) -> str:
         names = [v.name for v in self._variables]
         return f"Optimizer({self._op.name}, accumulate_steps={self._accumulate_steps}, of {names})"
 
 
-def _active(strategy: Strategy) -> Any:
+def _weigh(grads: Sequence[Any], weight: ArrayLike) -> list[Any]:
+    """Returns gradients multiplied by their weight, of a dtype that holds the product."""
+    scale = jnp.asarray(weight, jnp.float32)
+    return [jnp.asarray(g).astype(_sum_dtype(jnp.asarray(g).dtype)) * scale for g in grads]
+
+
+def active(strategy: Strategy) -> Any:
     """Returns a context in which `strategy` is active."""
     is_now = frames.current().strategy is strategy
     return contextlib.nullcontext() if is_now else strategy.scope()
@@ -429,8 +549,8 @@ def _require_transformation(tx: object) -> None:
 # -- the gradients and variables that users pass: checked, and put in order ---------------
 
 
-def _require_variables(variables: PyTree) -> list[Variable]:
-    """Returns the leaves of a tree of variables to optimize.
+def require_variables(variables: PyTree, method: str = "Optimizer.init") -> list[Variable]:
+    """Returns the leaves of a tree of variables to optimize, or to average.
 
     Raises:
       TypeError: a leaf that is not a variable.
@@ -438,31 +558,31 @@ def _require_variables(variables: PyTree) -> list[Variable]:
       LocalityError: a sync-on-read variable.
       StrategyMismatchError: variables of several strategies.
     """
+
+    def wrong(error: type[Exception], needs: str, got: str, why: str) -> Exception:
+        fix = f"{method}(variables), of a list or any tree of the variables to train"
+        return error(message(f"{method} needs {needs}", got=got, why=why, fix=fix))
+
     leaves = jax.tree.leaves(variables)
     if not leaves:
-        why = "an optimizer keeps its state where its variables live"
-        raise _not_initialized(ValueError, "at least one variable", "none", why)
+        why = "what it keeps lives where its variables live"
+        raise wrong(ValueError, "at least one variable", "none", why)
     seen: set[Variable] = set()
     for leaf in leaves:
         if not isinstance(leaf, Variable):
-            why, got = "an optimizer updates variables in place", describe_value(leaf)
-            raise _not_initialized(TypeError, "distjax.Variables only", got, why)
+            why, got = "variables are updated in place", describe_value(leaf)
+            raise wrong(TypeError, "distjax.Variables only", got, why)
         if leaf.synchronization is VariableSynchronization.ON_READ:
             why = "its components differ: no one value can be optimized"
-            raise _not_initialized(LocalityError, "ON_WRITE variables", repr(leaf), why)
+            raise wrong(LocalityError, "ON_WRITE variables", repr(leaf), why)
         if leaf in seen:
-            why = "each variable has one gradient"
-            raise _not_initialized(ValueError, "each variable once", f"{leaf!r} twice", why)
+            why = "each variable is updated once"
+            raise wrong(ValueError, "each variable once", f"{leaf!r} twice", why)
         if leaf.strategy is not leaves[0].strategy:
             why, got = "one update runs under one strategy", f"{leaf!r} beside {leaves[0]!r}"
-            raise _not_initialized(StrategyMismatchError, "variables of one strategy", got, why)
+            raise wrong(StrategyMismatchError, "variables of one strategy", got, why)
         seen.add(leaf)
     return leaves
-
-
-def _not_initialized(error: type[Exception], needs: str, got: str, why: str) -> Exception:
-    fix = "optimizer.init(variables), a list or any tree of the variables to optimize"
-    return error(message(f"Optimizer.init needs {needs}", got=got, why=why, fix=fix))
 
 
 def _in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> list[Any]:

@@ -442,12 +442,23 @@ def jit(
         )
     require_callable(fn, "jit")
     donate = donated_numbers(fn, donate_argnums)
-    names = positional_names(fn) if static_argnums != () else []
+    return CompiledFunction(fn, donate, _static_names(fn, static_argnums, static_argnames))
+
+
+def _static_names(
+    fn: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
+) -> frozenset[str]:
+    """Returns the names of the parameters that are static, given by position or by name.
+
+    Raises:
+      ValueError: ``fn`` has no parameter of a given number or name; or a number is not an int.
+    """
+    all_names = positional_names(fn) if numbers != () else []
     why = "a static argument is found by the name of its parameter"
-    numbers = _positions(fn, static_argnums, names, len(names), "static_argnums", why)
-    static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    found = _positions(fn, numbers, all_names, len(all_names), "static_argnums", why)
+    static = frozenset((names,) if isinstance(names, str) else names)
     _require_names(fn, static)
-    return CompiledFunction(fn, donate, static | {names[n] for n in numbers})
+    return static | {all_names[n] for n in found}
 
 
 def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
@@ -616,7 +627,11 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
 
 
 def compile_on_replicas(
-    strategy: StrategyLike, fn: Callable[..., Any], donate_argnums: int | Sequence[int]
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> CompiledFunction:
     """Returns the program that runs ``fn`` on every replica: see `Strategy.jit`."""
     require_callable(fn, "jit")
@@ -626,6 +641,7 @@ def compile_on_replicas(
         return strategy.run(fn, args, kwargs)
 
     donated = donated_numbers(fn, donate_argnums)
+    static = _static_names(fn, static_argnums, static_argnames)
     require = _bare_rows_check(strategy.extended, fn)
-    renew = lambda copied: compile_on_replicas(strategy, copied, donate_argnums)
-    return CompiledFunction(run_on_replicas, donated, frozenset(), require, renew)
+    renew = lambda copied: compile_on_replicas(strategy, copied, donated, (), tuple(static))
+    return CompiledFunction(run_on_replicas, donated, static, require, renew)

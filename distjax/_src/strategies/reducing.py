@@ -47,7 +47,7 @@ from distjax._src.typing import AxisLike, PyTree, ReduceOpLike
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.layouts import LaidOut, Layout, LocalForm
 from distjax._src.variables.variable import ExtendedForVariables, Variable, read_components
-from distjax.errors import LocalityError, describe_value, message
+from distjax.errors import LocalityError, describe_value, message, require
 
 
 def reduce(
@@ -286,6 +286,33 @@ def gather(extended: ExtendedForVariables, value: PyTree, axis: int) -> Any:
         next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, outs)
+
+
+def on_host_where(mask: PyTree, gathered: PyTree, axis: int) -> Any:
+    """Returns the elements along `axis` for which a gathered mask is True, as numpy arrays."""
+    fix = "strategy.gather(y, axis=0, mask=batch.mask), outside dj.jit"
+    if jax_compat.tracing():
+        raise ValueError(
+            message(
+                "gather with a mask needs values, not a trace",
+                got="a call while a function is traced",
+                why="how many elements count is not known before the mask is",
+                fix=fix,
+            )
+        )
+    kept = np.asarray(mask)
+
+    def choose(x: jax.Array) -> np.ndarray:
+        require(
+            kept.dtype == np.bool_ and kept.ndim == 1 and len(kept) == np.shape(x)[axis],
+            f"gather needs a bool mask [{np.shape(x)[axis]}], one entry per element of axis {axis}",
+            got=f"a mask {kept.dtype}{list(kept.shape)} of all replicas",
+            why="it says which of them count",
+            fix=fix,
+        )
+        return np.compress(kept, np.asarray(x), axis)
+
+    return jax.tree.map(choose, gathered)
 
 
 # -- reduce_to, broadcast_to --------------------------------------------------

@@ -13,6 +13,7 @@ from distjax._src.data.options import InputOptions
 from distjax._src.program.jit import add_cause_note, compile_on_replicas
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.inspection import StrategyDescription, describe, require_equal_copies
+from distjax._src.strategies.reducing import on_host_where
 from distjax._src.strategies.values import stack_rows, take_first
 from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
@@ -155,24 +156,53 @@ class Strategy:
         """
         return self._extended.reduce(op, value, axis, mask)
 
-    def gather(self, value: PyTree, axis: int) -> Any:
+    def broadcast(self, tree: PyTree) -> Any:
+        """Returns the tree with every array on all replicas: `extended.broadcast_to(tree)`.
+
+        Args:
+          tree: arrays, equal in all processes.
+
+        Locality: M out. Context: cross-replica or default.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> params = strategy.broadcast({"w": np.zeros(3)})
+        """
+        return self._extended.broadcast_to(tree)
+
+    def gather(self, value: PyTree, axis: int, mask: PyTree = None) -> Any:
         """Returns the replicas' values concatenated along `axis`.
 
         Args:
           value: a tree of PerReplica (or Mirrored, as R copies) of [..., B, ...].
           axis: an axis of one replica's value, 0 or more.
+          mask: bool [B] on each replica, as `dj.Batch` has it: which of them count.
 
         Returns:
-          [..., R * B, ...]; values that are not on the replicas pass through.
+          [..., R * B, ...]; values that are not on the replicas pass through. With a mask, numpy
+          arrays of those that count, in the order of the batch, without padding.
 
-        Locality: T or M in, M out. Context: cross-replica or default. Cost: all-gather per value.
+        Locality: T or M in, M out. Context: cross-replica or default; with a mask, no trace.
+        Cost: all-gather per value.
 
         Raises:
-          ValueError: a scalar, or an axis out of range.
+          ValueError: a scalar, an axis out of range, a mask of another length, or in a trace.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> options = dj.InputOptions(partial="pad")
+          >>> for batch in strategy.distribute_dataset([np.arange(4.0), np.arange(3.0)], options):
+          ...     doubled = strategy.run(lambda x: 2 * x, args=(batch.data,))
+          ...     print(strategy.gather(doubled, axis=0, mask=batch.mask))
+          [0. 2. 4. 6.]
+          [0. 2. 4.]
 
         Source: tf.distribute.Strategy.gather.
         """
-        return self._extended.gather(value, axis)
+        gathered = self._extended.gather(value, axis)
+        if mask is None:
+            return gathered
+        return on_host_where(self._extended.gather(mask, 0), gathered, axis)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the values of this process's replicas, in replica order.
@@ -232,7 +262,12 @@ class Strategy:
         return take_first(self._extended, tree)
 
     def jit(
-        self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()
+        self,
+        fn: Callable[..., Any],
+        *,
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
     ) -> Callable[..., Any]:
         """Returns a compiled function, called like ``fn``, that runs it on every replica.
 
@@ -241,10 +276,12 @@ class Strategy:
         Args:
           fn: the replica function.
           donate_argnums: positional arguments whose buffers the program may reuse.
+          static_argnums: positions of parameters that are Python values, part of the program.
+          static_argnames: the same, by name.
 
         Raises:
           TypeError: ``fn`` is not a function.
-          ValueError: a donated argument that is not an argument number.
+          ValueError: ``fn`` has no parameter of a given number or name.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -252,7 +289,7 @@ class Strategy:
           >>> step(jnp.ones(2), strategy.per_replica(np.arange(4.0).reshape(2, 2)))
           Array([ 0., -1.], dtype=float32)
         """
-        return compile_on_replicas(self, fn, donate_argnums)
+        return compile_on_replicas(self, fn, donate_argnums, static_argnums, static_argnames)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Returns the batches of `dataset` split over the replicas.

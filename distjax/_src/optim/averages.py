@@ -36,7 +36,8 @@ class ExponentialMovingAverage:
       ...     w = dj.Variable(0.0, name="w")
       >>> ema = dj.optim.ExponentialMovingAverage(0.5)
       >>> ema.init([w])
-      >>> w.assign(1.0); ema.update()
+      >>> w.write(1.0)
+      >>> ema.update()
       >>> with ema.swapped():
       ...     print(w.value)
       0.5

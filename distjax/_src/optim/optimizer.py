@@ -187,8 +187,9 @@ def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
 
 def _mean_dtype(dtype: DTypeLike | None, total: jax.Array) -> DTypeLike:
     """Returns the dtype of the gradient, or of the sum for a gradient without fractions."""
-    is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-    return dtype if is_inexact else total.dtype
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return total.dtype
+    return dtype
 
 
 def _add(accumulator: Variable, gradient: ArrayLike) -> None:
@@ -508,7 +509,7 @@ class Optimizer:
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any], weight: PyTree) -> None:
         apply = functools.partial(self._update, extra=extra)
         if self._accumulation is None:
-            apply(self._reduce(list(zip(grads, self._variables, strict=True))))
+            apply(list(self._reduce(list(zip(grads, self._variables, strict=True)))))
         else:
             self._accumulation.step(grads, weight, self._reduce, apply)
 

@@ -128,3 +128,28 @@ def test_a_strategy_with_servers_names_the_devices_of_each_worker(size):
 
 def test_virtual_replicas_share_a_device():
     assert "1, shared by all replicas" in str(dj.VirtualStrategy(3).describe())
+
+
+def test_many_variables_fit_a_screen_and_can_be_looked_for():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        kept = [
+            dj.Variable(jnp.zeros((2, 3)), name=f"model.layers.{i}.{part}.kernel")
+            for i in range(12)
+            for part in ("query", "key", "value", "out")
+        ]
+        kept.append(dj.Variable(jnp.zeros(5), name="steps", trainable=False))
+    lines = str(strategy.describe()).splitlines()
+    assert "  model.layers.*.key.kernel (12)    [2, 3]  float32" in "\n".join(lines)
+    assert sum(line.startswith("  model.layers") for line in lines) == 4
+    assert [line.split()[-2] for line in lines if line.startswith("    of ")] == ["1.1", "20"]
+    with strategy.scope():
+        kept += [
+            dj.Variable(0.0, name=f"other/{i}/{j}/{c}") for i in "ab" for j in "cd" for c in "ef"
+        ]
+        kept += [dj.Variable(0.0, name=f"more/x{i}") for i in range(40)]
+    text = str(strategy.describe())
+    assert "  more... (40) " in text and "  model... (48) " in text and "  other... (8) " in text
+    assert str(strategy.describe(full=True)).count("  other/a/") == 4
+    found = strategy.describe("layers.3.").variables
+    assert [v.name.split(".")[3] for v in found] == ["query", "key", "value", "out"]

@@ -275,7 +275,7 @@ class ParameterServerStrategy(Strategy):
         plan, _ = self.cut_step(fn, args, kwargs)
         return _lower_parts(plan, self._homes[0])
 
-    def describe(self) -> StrategyDescription:
+    def describe(self, only: str = "", *, full: bool = False) -> StrategyDescription:
         """Returns a table of each worker's devices, and each variable's location and bytes.
 
         Context: any. Cost: each variable is fetched once.
@@ -293,7 +293,7 @@ class ParameterServerStrategy(Strategy):
         """
         workers = tuple(map(self.engine.name_devices, self._homes))
         devices = tuple(name for own in workers for name in own)
-        found = super().describe()
+        found = super().describe(only, full=full)
         return dataclasses.replace(found, devices=devices, devices_per_replica=1, workers=workers)
 
     def __repr__(self) -> str:

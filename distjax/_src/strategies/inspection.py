@@ -8,7 +8,9 @@ leaves differing copies behind.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +33,9 @@ from distjax.errors import ContextError, LocalityError, message
 class StrategyDescription:
     """A snapshot of a strategy; ``print`` it or show it in a notebook.
 
+    With more than `MOST_ROWS` variables, those of repeated layers share a line (``blocks.*.bias``),
+    and if that does not suffice, those of a module.
+
     Attributes:
       strategy: the strategy's repr.
       num_replicas: R.
@@ -42,6 +47,7 @@ class StrategyDescription:
       workers: under `ParameterServerStrategy`, the devices of each worker, which has
         `num_replicas` replicas of its own; `devices` lists them all. On Ray, where each
         process has devices of its own, only their numbers are known.
+      full: whether each variable has a line of its own, however many there are.
     """
 
     strategy: str
@@ -50,6 +56,7 @@ class StrategyDescription:
     devices_per_replica: int
     variables: tuple[VariableDescription, ...]
     workers: tuple[tuple[str, ...], ...] = ()
+    full: bool = False
 
     @property
     def bytes_per_device(self) -> int:
@@ -80,6 +87,10 @@ class StrategyDescription:
             ("variables", str(len(self.variables))),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
+        trained = sum(v.bytes_per_device for v in self.variables if v.trainable)
+        if 0 < trained < self.bytes_per_device:
+            rest = format_bytes(self.bytes_per_device - trained)
+            facts += (("  of parameters", format_bytes(trained)), ("  of other state", rest))
         if self.host_bytes:
             facts += (("bytes in host memory", format_bytes(self.host_bytes)),)
         yield Table(self.strategy, (), facts)
@@ -87,29 +98,70 @@ class StrategyDescription:
             yield self._variable_table()
 
     def _variable_table(self) -> Table:
+        groups = _in_groups(self.variables, math.inf if self.full else MOST_ROWS)
         header = ("name", "shape", "dtype", "synchronization", "aggregation", "placement")
-        rows = [
-            (v.name, str(list(v.shape)), v.dtype, v.synchronization, v.aggregation, v.placement)
-            for v in self.variables
-        ]
-        columns = [("bytes per device", [v.bytes_per_device for v in self.variables])]
+        columns = [("bytes per device", lambda v: v.bytes_per_device)]
         if self.host_bytes:
-            columns.append(("bytes on host", [v.host_bytes for v in self.variables]))
-        for name, counts in columns:
-            header = (*header, name)
-            cells = [format_bytes(count) for count in counts]
-            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
-        return Table("variables:", header, tuple(rows))
+            columns.append(("bytes on host", lambda v: v.host_bytes))
+        rows = []
+        for name, group in groups:
+            facts = zip(*map(_facts, group), strict=True)
+            sizes = [format_bytes(sum(map(size, group))) for _, size in columns]
+            count = f" ({len(group)})" if len(group) > 1 else ""
+            rows.append((name + count, *map(_all_of, facts), *sizes))
+        return Table("variables:", (*header, *(name for name, _ in columns)), tuple(rows))
+
+
+#: How many variables have a line of their own: what fits a screen.
+MOST_ROWS = 40
+
+
+def _in_groups(
+    variables: Sequence[VariableDescription], most: float
+) -> Iterable[tuple[str, Sequence[VariableDescription]]]:
+    """Returns lines and their variables: one each, those of repeated layers, of a module."""
+    if len(variables) <= most:
+        return [(v.name, [v]) for v in variables]
+    groups: dict[str, list[VariableDescription]] = {}
+    for variable in variables:
+        groups.setdefault(_NUMBER.sub("*", variable.name), []).append(variable)
+    depth = max(name.count(".") + name.count("/") for name in groups)
+    while len(groups) > most and depth > 0:
+        shorter: dict[str, list[VariableDescription]] = {}
+        for name, group in groups.items():
+            parts = _SEPARATOR.split(name)  # each part, then what separates it from the next
+            start = "".join(parts[: 2 * depth - 1])
+            shorter.setdefault(f"{start}..." if parts[2 * depth :] else name, []).extend(group)
+        groups, depth = shorter, depth - 1
+    return groups.items()
+
+
+_NUMBER, _SEPARATOR = re.compile(r"(?<![^./])\d+(?![^./])"), re.compile(r"([./])")
+
+
+def _facts(variable: VariableDescription) -> tuple[str, ...]:
+    v = variable
+    return (str(list(v.shape)), v.dtype, v.synchronization, v.aggregation, v.placement)
+
+
+def _all_of(facts: Sequence[str]) -> str:
+    """Returns what all variables of a line have in common, or that they do not."""
+    return facts[0] if len(set(facts)) == 1 else "several"
 
 
 def describe(
-    extended: StrategyExtended, variables: Sequence[VariableDescription] | None = None
+    extended: StrategyExtended,
+    variables: Sequence[VariableDescription] | None = None,
+    only: str = "",
+    full: bool = False,
 ) -> StrategyDescription:
     """Returns the description of a strategy: see `Strategy.describe`.
 
     Args:
       extended: that of the strategy.
       variables: the descriptions of its variables; None: made from `extended.variables`.
+      only: what the name of a variable contains that is described.
+      full: whether each variable has a line of its own.
     """
     topology = extended.topology
     if variables is None:
@@ -123,7 +175,8 @@ def describe(
         num_replicas=topology.num_replicas,
         devices=tuple(map(str, topology.devices)),
         devices_per_replica=0 if shared else len(topology.devices) // topology.num_replicas,
-        variables=(*variables, *of_objects),
+        variables=tuple(v for v in (*variables, *of_objects) if only in v.name),
+        full=full,
     )
 
 

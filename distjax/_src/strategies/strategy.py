@@ -368,8 +368,12 @@ class Strategy:
         """
         return self._extended.distribute_values_from_function(fn)
 
-    def describe(self) -> StrategyDescription:
+    def describe(self, only: str = "", *, full: bool = False) -> StrategyDescription:
         """Returns a table of devices, replicas, and each variable's place and bytes.
+
+        Args:
+          only: part of the names of the variables that are wanted, such as "attention".
+          full: a line for each variable; else many that are alike share one.
 
         Context: any. Cost: none; nothing is read or moved.
 
@@ -390,7 +394,7 @@ class Strategy:
             name  shape   dtype    synchronization  aggregation  placement ...
             w     [4, 3]  float32  ON_WRITE         NONE         partitioned on axis 0  24 B
         """
-        return describe(self._extended)
+        return describe(self._extended, only=only, full=full)
 
     def assert_mirrored(self, tree: PyTree) -> None:
         """Raises unless all copies of each value in `tree` are equal bit for bit.

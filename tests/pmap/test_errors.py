@@ -29,7 +29,7 @@ def test_more_rows_than_devices():
 
 def test_another_number_of_rows_than_replicas():
     strategy = dj.VirtualStrategy(4)
-    text = "pmap of body needs 4 rows: VirtualStrategy.* has as many replicas.\n  Got: 2 rows"
+    text = "pmap of body needs 4 rows in each mapped argument, .*\n  Got: 2 rows"
     with pytest.raises(ValueError, match=text):
         dj.pmap(body, strategy=strategy)(ROWS)
     with strategy.scope(), pytest.raises(ValueError, match=text):

@@ -164,8 +164,6 @@ class MappedFunction:
         if has_strategy:
             frames.require_enterable(strategy, "pmap")
         mapping.require_axis_of(strategy)
-        if count != strategy.num_replicas_in_sync:
-            raise ValueError(_count_text(mapping.name, count, strategy))
         return strategy
 
     def _make_own(self, count: int) -> Strategy:
@@ -516,9 +514,10 @@ class _Mapping:
             f"pmap of {self.name} needs {topology.num_replicas} rows in each mapped argument, "
             "one for each replica",
             got=f"{size} rows along axis {axis} of argument {path}",
-            why="replica r takes row r of every mapped argument",
+            why="replica r takes row r of every mapped argument; a scope, and strategy=, say whose "
+            "replicas run, and without either there are as many as rows",
             fix="x.reshape(num_replicas, -1, *x.shape[1:]) for a batch; in_axes=None for what all "
-            "replicas share",
+            "replicas share; or the call outside of the scope",
         )
 
     def _prefix_text(self, error: ValueError) -> str:
@@ -789,15 +788,4 @@ def _too_few_text(function: str, count: int, devices: Sequence[jax.Device]) -> s
         why="each row is a replica, and each replica has a device of its own",
         fix=f"dj.pmap({function}, strategy=dj.VirtualStrategy({count})) for replicas that share a "
         "device; or rows [num_devices, k, ...] and jax.vmap in the body",
-    )
-
-
-def _count_text(function: str, count: int, strategy: StrategyLike) -> str:
-    return message(
-        f"pmap of {function} needs {strategy.num_replicas_in_sync} rows: {strategy!r} has as many "
-        "replicas",
-        got=f"{count} rows in the mapped arguments",
-        why="a scope, and strategy=, say whose replicas run; each takes one row",
-        fix=f"x.reshape({strategy.num_replicas_in_sync}, -1, ...); or the call outside of the "
-        "scope, for as many replicas as rows",
     )

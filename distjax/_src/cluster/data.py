@@ -137,7 +137,7 @@ class JobReaders:
         count = self._count(counts, ended)
         pads = self._partial == PAD and self._is_own
         if pads and block is not None:
-            self._latest = block.elements[-1].tree
+            self._latest = block.element(len(block) - 1).tree
         if pads and any(reports[i].text == EMPTY for i in ended):
             example = _receive_example(joined, counts.index(count), self._latest, self._num_rows)
             self._latest = self._latest or example

@@ -1,9 +1,11 @@
-"""From the host to the devices: K elements are copied into one memory, and moved at once."""
+"""From the host to the devices: K elements are filled into one memory, and moved at once."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +14,20 @@ from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.data.elements import HostTree
-from distjax._src.data.reader import HostElement, Position
+from distjax._src.data.reader import HostElement
 from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.rows import note_batch
 from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import transfer_each, transfer_local_rows
 from distjax._src.typing import PyTree
+
+_ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
+# Allocating all K elements costs nothing, since the system commits memory on first write.
+# But K may far exceed the data, so beyond this size blocks grow.
+_FIRST_BYTES = 2**28
+
+#: Maps a number of steps, and a leaf's shape [R, B, ...] and dtype, to host memory.
+Allocate = Callable[[int, tuple[int, ...], np.dtype], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,22 @@ class InputLayout:
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[:, 0] for leaf in tree.leaves]
         return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._sharding(1)))
 
+    def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns host memory [K, *shape] that moves to the devices without a host copy.
+
+        Each device's part is contiguous and aligned; on CPU, device arrays then keep
+        this memory.
+
+        Args:
+          num_steps: K.
+          shape: the shape of a leaf of one element, [R, B, ...].
+          dtype: the dtype of the leaf.
+        """
+        if self.topology is None or self.topology.mesh is None:
+            return _allocate_aligned((num_steps, *shape), dtype)
+        num_replicas, *rest = shape
+        return _allocate_aligned((num_replicas, num_steps, *rest), dtype).swapaxes(0, 1)
+
     @property
     def _gives_own_rows(self) -> bool:
         return self.is_own and self.spans_processes and self.num_replicas > 1
@@ -97,6 +123,13 @@ class InputLayout:
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
 
 
+def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Input of K steps, moved to the devices in one transfer.
@@ -120,35 +153,82 @@ class Steps:
         return self.layout.as_element(arrays)
 
 
-@dataclasses.dataclass(frozen=True)
 class Block:
-    """K elements of one shape on the host.
+    """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
 
-    Its memory is never refilled, because on CPU device arrays keep it.
+    Each element is copied once, to its place among the others. The memory is never
+    refilled, because on CPU device arrays keep it.
 
     Attributes:
-      tree: all of them, leaves [K, R, B, ...].
-      positions: the position behind each.
+      positions: the position behind each element.
+
+    Args:
+      first: the first element.
+      limit: K.
+      allocate: allocates the memory; None: reuse the first element's, with K = 1.
     """
 
-    tree: HostTree
-    positions: list[Position]
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
+        self._limit, self._allocate, self._treedef = limit, allocate, first.tree.treedef
+        self.positions = [first.position]
+        leaves = first.tree.leaves
+        if allocate is None:
+            self._memory = [leaf[np.newaxis] for leaf in leaves]
+            return
+        num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
+        room = min(limit, max(1, _FIRST_BYTES // num_bytes))
+        self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
+        self._write(0, leaves)
 
     def __len__(self) -> int:
         return len(self.positions)
 
     @property
+    def is_full(self) -> bool:
+        """Whether it has K elements."""
+        return len(self) == self._limit
+
+    @property
+    def tree(self) -> HostTree:
+        """All elements, leaves [k, R, B, ...]."""
+        size = len(self)
+        used = [memory if len(memory) == size else memory[:size] for memory in self._memory]
+        return HostTree(self._treedef, used)
+
+    def element(self, k: int) -> HostElement:
+        """Returns an element, in the block's memory."""
+        tree = HostTree(self._treedef, [memory[k] for memory in self._memory])
+        return HostElement(tree, self.positions[k])
+
+    @property
     def elements(self) -> list[HostElement]:
         """The elements one by one, in the block's memory."""
-        return [
-            HostElement(HostTree(self.tree.treedef, [leaf[k] for leaf in self.tree.leaves]), x)
-            for k, x in enumerate(self.positions)
-        ]
+        return [self.element(k) for k in range(len(self))]
 
-    @classmethod
-    def of(cls, elements: Sequence[HostElement], *, copies: bool) -> Block:
-        """Returns elements of one shape in memory of their own, or one in that which it has."""
-        treedef, first = elements[0].tree
-        columns = zip(*(element.tree.leaves for element in elements), strict=True)
-        leaves = [np.stack(xs) for xs in columns] if copies else [x[np.newaxis] for x in first]
-        return cls(HostTree(treedef, leaves), [element.position for element in elements])
+    def add(self, element: HostElement) -> bool:
+        """Copies one more element and returns True, or returns False if its shape differs."""
+        tree, k = element.tree, len(self)
+        if tree.signature != self._signature:
+            return False
+        if k == len(self._memory[0]):
+            self._grow()
+        self._write(k, tree.leaves)
+        self.positions.append(element.position)
+        return True
+
+    @functools.cached_property
+    def _signature(self) -> tuple[Any, list[Any]]:
+        return self.element(0).tree.signature
+
+    def _write(self, k: int, leaves: Sequence[np.ndarray]) -> None:
+        for memory, leaf in zip(self._memory, leaves, strict=True):
+            memory[k] = leaf
+
+    def _grow(self) -> None:
+        size = len(self)
+        room = min(self._limit, 2 * size)
+        former = self._memory
+        assert self._allocate is not None  # with K = 1 nothing grows
+        self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
+        for new, old in zip(self._memory, former, strict=True):
+            new[:size] = old

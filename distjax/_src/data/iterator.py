@@ -366,12 +366,26 @@ def make_chunk(
     There are fewer if the next element has another shape, or the data ends.
     """
     try:
-        elements = reader.read_alike(steps or 1)
-        block = Block.of(elements, copies=layout.copies or steps is not None)
+        allocate = layout.allocate if layout.copies or steps is not None else None
+        block = _read_block(reader, Block(reader.read(), steps or 1, allocate))
         report = None if together is None else together.describe(block)
         return Chunk(block, _as_result(block.tree, layout, steps), report)
     except Exception as error:  # re-raised in the loop
         return error
+
+
+def _read_block(reader: Reader, block: Block) -> Block:
+    while not block.is_full:
+        try:
+            element = reader.read()
+        except Exception as error:  # it comes after the elements before it
+            reader.ahead.append(error)
+            break
+        if not block.add(element):
+            # The source may refill its memory before this one is taken.
+            reader.ahead.appendleft(element.copy())
+            break
+    return block
 
 
 def _as_result(tree: HostTree, layout: InputLayout, steps: int | None) -> Any:
@@ -428,10 +442,11 @@ class Prefetcher:
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for the thread to end."""
-        if self._thread is not threading.current_thread():
-            # Before Python 3.13, a `Thread.join` ended by a signal also ends all later ones.
-            self._waiters.wait_until(lambda: self._has_ended, timeout)
-            self._thread.join(None if self._has_ended else 0)
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return
+        # Before Python 3.13, a `Thread.join` ended by a signal also ends all later ones.
+        self._waiters.wait_until(lambda: self._has_ended, timeout)
+        self._thread.join(None if self._has_ended else 0)
 
     def _work(self) -> None:
         try:

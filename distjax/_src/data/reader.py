@@ -261,25 +261,6 @@ class Reader:
             self.release()
             raise
 
-    def read_alike(self, count: int) -> list[HostElement]:
-        """Returns up to `count` elements of one shape: at least one, or raises as `read` does.
-
-        The last is in the memory of the source, the others are copies.
-        """
-        elements = [self.read()]
-        while len(elements) < count:
-            elements[-1] = elements[-1].copy()
-            try:
-                element = self.read()
-            except Exception as error:  # it comes after the elements before it
-                self.ahead.append(error)
-                break
-            if element.tree.signature != elements[0].tree.signature:
-                self.ahead.appendleft(element.copy())
-                break
-            elements.append(element)
-        return elements
-
     def _make(self) -> HostElement:
         former, epoch = self._made, self._made.epoch
         if self._is_unread:

@@ -344,16 +344,18 @@ class Reader:
         return iterator, epoch
 
 
-def _state_of(iterator: Any) -> Any:
+def _state_of(iterator: Iterator[Any]) -> Any:
     """Returns a copy of an iterator's own state; None if it keeps no position."""
-    return copy.deepcopy(iterator.get_state()) if keeps_position(iterator) else None
+    own: Any = iterator  # for the type checker
+    return copy.deepcopy(own.get_state()) if keeps_position(own) else None
 
 
-def _require_reachable(source: Any, position: Position) -> None:
+def _require_reachable(iterator: Iterator[Any], position: Position) -> None:
     """Raises a ValueError if a source with a state gives another last element now: see `drop`.
 
     It is set to its state before that element, and reads it; then it goes back to where it was.
     """
+    source: Any = iterator
     former = _state_of(source)
     try:
         if position.before is not None:

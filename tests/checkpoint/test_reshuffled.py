@@ -127,20 +127,15 @@ def test_steps_of_a_loop(checkpointer):
     ]
 
 
-def test_a_generator_is_compared_before_anything_is_written(checkpointer):
-    saved, w = advanced(PAIR.distribute_dataset(a_generator(1)), 0, 2), dj.Variable(jnp.ones(3))
-    checkpointer.save(1, {"data": saved, "w": w})
-    w.assign(jnp.zeros(3))
+def test_a_generator_is_compared_when_it_is_first_read(checkpointer):
+    saved = advanced(PAIR.distribute_dataset(a_generator(1)), 0, 2)
+    checkpointer.save(1, {"data": saved})
     data = iter(PAIR.distribute_dataset(a_generator(2)))
-    with pytest.raises(CheckpointError) as error:
-        checkpointer.restore({"data": data, "w": w})
-    text = str(error.value)
-    assert "element 1, the last one taken" in text
-    assert "Nothing but 'data', which cannot go back, has been changed" in text
-    assert w.value.tolist() == [0, 0, 0]
+    checkpointer.restore({"data": data})
+    with pytest.raises(ValueError, match="element 1, the last one taken, has other values now"):
+        next(data)
     data = iter(PAIR.distribute_dataset(a_generator(1)))
-    checkpointer.restore({"data": data, "w": w})
-    assert w.value.tolist() == [1, 1, 1]
+    checkpointer.restore({"data": data})
     assert firsts(PAIR, (x["x"] for x in data)) == firsts(PAIR, (x["x"] for x in saved))
 
 

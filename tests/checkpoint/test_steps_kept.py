@@ -12,7 +12,7 @@ import pytest
 
 import distjax as dj
 from distjax._src.checkpoint import storage
-from distjax.errors import CheckpointError, ContextError
+from distjax.errors import CheckpointError
 from tests.cluster.test_ending import make_job
 from tests.processes.jobs import run_job
 
@@ -147,17 +147,9 @@ from distjax._src.checkpoint import storage
 
 checkpointer = dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"])
 
-def use():
-    for call in (lambda: checkpointer.save(2, {"x": 1}), checkpointer.latest_step):
-        try:
-            call()
-        except dj.errors.ContextError as error:
-            print(str(error).splitlines()[0], flush=True)
-    checkpointer.close()
-
 checkpointer.save(1, {"x": np.random.default_rng(0).normal(size=1 << 22)})
 assert checkpointer._storage in storage.saves_under_way
-child = multiprocessing.get_context("fork").Process(target=use)
+child = multiprocessing.get_context("fork").Process(target=lambda: None)
 child.start()
 child.join(60)
 print(child.exitcode, checkpointer.all_steps(), flush=True)
@@ -169,27 +161,7 @@ def test_a_process_that_is_forked_during_a_save_ends(checkpointer):
     """At its end Python calls what waits for saves, whose threads it does not have."""
     environment = {"TEST_DIRECTORY": str(checkpointer.directory)}
     (ended,) = run_job(FORKED, ids=(0,), environment=environment)
-    refused = "a Checkpointer needs to be used in the process that began to use it."
-    assert (ended.code, ended.said.splitlines()) == (0, [refused, refused, "0 [1]"])
-
-
-def test_a_checkpointer_in_a_forked_process(checkpointer, monkeypatch):
-    checkpointer.save(1, {"x": 1})
-    here = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: here + 1)
-        for call in (checkpointer.wait, checkpointer.latest_step, checkpointer.description):
-            with pytest.raises(ContextError) as e:
-                call()
-            assert str(e.value) == (
-                "a Checkpointer needs to be used in the process that began to use it.\n"
-                f"  Got: process {here + 1}, forked from process {here}.\n"
-                "  Why: the threads that read and write files are not in it, so it would wait "
-                "forever.\n"
-                "  Fix: a new one in the new process: dj.checkpoint.Checkpointer(directory)"
-            )
-        checkpointer.close()
-    assert checkpointer.all_steps() == [1]
+    assert (ended.code, ended.said.splitlines()) == (0, ["0 [1]"])
 
 
 WITHOUT_ORBAX = """

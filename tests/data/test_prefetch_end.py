@@ -1,7 +1,6 @@
 """The background thread: how it ends, and iterators that threads share. No test sleeps."""
 
 import contextlib
-import os
 import threading
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 import distjax as dj
 from distjax._src.data.iterator import Prefetcher
-from distjax.errors import ContextError
 from tests.data.prefetching import (
     SECONDS,
     assert_ends,
@@ -231,22 +229,3 @@ def test_each_element_goes_to_one_of_two_threads(prefetch):
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert sorted(given) == list(range(60))
-
-
-def test_an_iterator_in_a_forked_process(pair, monkeypatch):
-    iterator, _ = started(pair)
-    here = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: here + 1)
-        with pytest.raises(ContextError) as e:
-            next(iterator)
-    assert str(e.value) == (
-        "an iterator over a dataset needs to be read in the process that began to read it.\n"
-        f"  Got: process {here + 1}, forked from process {here}.\n"
-        "  Why: the thread that moves elements to the devices ahead of the loop is not in it, so "
-        "none would ever come.\n"
-        "  Fix: begin in the new process: iterator = iter(dataset); or without a thread: "
-        "dj.InputOptions(prefetch=0)"
-    )
-    assert int(next(iterator).stacked[0, 0]) == 1
-    iterator.close()

@@ -145,9 +145,10 @@ def test_a_python_int_that_jax_cannot_hold(pair, number):
     """It would wrap around; the same as a value of `distribute_values_from_function`."""
     with pytest.raises(BatchError) as e:
         list(distributed(pair, [{"id": 1}, {"id": number}]))
-    first, *others = str(e.value).splitlines()
-    assert first == "element 1 needs a number that int32 holds as leaf ['id']."
-    assert others[:2] == [f"  Got: int ({number}).", "  Why: it would wrap around on the devices."]
+    expected = "integers that int32 holds as leaf ['id']"
+    if number == 2**70:  # NumPy has no integer for it either
+        expected = "arrays of numbers, leaf ['id'] is not an array"
+    assert str(e.value).startswith(f"element 1 needs {expected}.\n")
     assert elements(pair, [2**31 - 1, -(2**31)]) == [[2**31 - 1, -(2**31)]]
 
 

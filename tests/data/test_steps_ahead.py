@@ -3,12 +3,10 @@
 import threading
 import traceback
 
-import jax
 import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.context import frames
 from distjax._src.data.iterator import THREAD_NAME
 from tests.replicas import local
 
@@ -92,48 +90,6 @@ def test_resumed_between_steps(pair, options):
     assert firsts(resumed.take(2)) == [3, 4]
     iterator.set_state(state)
     assert firsts(iterator.take(9)) == [3, 4, 5, 6]
-
-
-def test_the_source_sees_the_context_of_the_loop(pair, options):
-    seen = []
-
-    def source():
-        for x in numbers():
-            seen.append((frames.stack(), dj.get_strategy(), bool(jax.config.jax_enable_x64)))
-            yield x
-
-    with pair.scope(), jax.enable_x64(True):
-        stack = frames.stack()
-        steps = iter(pair.distribute_dataset(source(), options)).take(COUNT)
-    assert seen == [(stack, pair, True)] * COUNT
-    assert steps.arrays.dtype == np.int64
-
-
-def test_close_within_k(pair):
-    """The thread ends though it is in the middle of the next K."""
-    before, closed = prefetchers(), []
-    reading, go_on = threading.Event(), threading.Event()
-
-    class Source:
-        def __iter__(self):
-            try:
-                yield from numbers(4)
-                reading.set()
-                assert go_on.wait(SECONDS)
-                yield from numbers()
-            finally:
-                closed.append(True)
-
-    iterator = iter(pair.distribute_dataset(Source(), dj.InputOptions(prefetch=3)))
-    assert firsts(iterator.take(3)) == [0, 1, 2]
-    (thread,) = prefetchers() - before
-    assert reading.wait(SECONDS)
-    closer = threading.Thread(target=iterator.close)
-    closer.start()
-    go_on.set()
-    closer.join(SECONDS)
-    assert not closer.is_alive() and not thread.is_alive() and closed
-    assert iterator.get_state()["delivered"] == 3
 
 
 def test_one_k_is_read_ahead_by_default(pair):

@@ -2,13 +2,10 @@
 
 import argparse
 import collections
-import contextvars
 import functools
 import gc
 import importlib
 import os
-import queue
-import threading
 import types
 import weakref
 
@@ -27,7 +24,6 @@ from distjax._src.objects.reached import Reached
 
 pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.ReductionWarning")
 THERE = None
-CONTEXT = contextvars.ContextVar("CONTEXT")
 
 
 def use_global():
@@ -90,8 +86,6 @@ def places():
     yield "new key", t.of_key, lambda v: t.keyed.update({len(t.keyed): v})
     held = types.SimpleNamespace()
     yield "namespace", lambda: held.a.value, lambda v: setattr(held, "a", v)
-    own = threading.local()
-    yield "thread", lambda: own.a.value, lambda v: setattr(own, "a", v)
     chain = collections.ChainMap({}, {})
     yield "chain", lambda: chain["a"].value, lambda v: chain.maps[1].update(a=v)
     user = collections.UserDict()
@@ -104,12 +98,6 @@ def places():
     yield "user list", lambda: users[0].value, lambda v: users.__setitem__(0, v)
     frozen = [None]
     yield "frozen", lambda: frozen[0]["a"].value, lambda v: frozen.__setitem__(0, FrozenDict(a=v))
-    keys = {}
-    yield "keys", lambda: sum(v.value for v in keys), lambda v: (keys.clear(), keys.update({v: 1}))
-    line = queue.Queue()
-    yield "queue", lambda: line.queue[0].value, lambda v: (line.queue.clear(), line.put(v))
-    yield "globals", lambda: globals()["NAMED"].value, lambda v: globals().update(NAMED=v)
-    yield "context", lambda: CONTEXT.get().value, CONTEXT.set
     default = lambda v=None: v.value
     yield "default", default, lambda v: setattr(default, "__defaults__", (v,))
     jitted = dj.jit(use_global)

@@ -230,10 +230,6 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
             for leaf, state in states:
                 before.append((leaf, leaf.snapshot()))
                 leaf.put(state)
-            # After all else: what sources give that cannot be read again is gone.
-            for leaf, _ in states:
-                if isinstance(leaf.value, DistributedIterator):
-                    leaf.value.reach_position()
         except Exception as error:
             cause = error
             return [leaf.key, describe_error(error)]

@@ -59,7 +59,6 @@ from distjax._src.placement.transfer import require_wholly_here
 from distjax.errors import (
     CheckpointError,
     ClusterError,
-    ContextError,
     describe_error,
     describe_value,
     message,
@@ -169,7 +168,6 @@ class Storage:
         if best_metric is not None:
             self._quality = functools.partial(_quality, best_metric, best_mode)
         self._writer: ocp.CheckpointManager | None = None
-        self._process = 0  # that of the writer, whose threads are in no other
         self._under_way: int | None = None
 
     def describe_step(self, step: int) -> str:
@@ -237,7 +235,6 @@ class Storage:
         Raises:
           CheckpointError: this step, or the one before, cannot be written; or this process has
             joined its job later.
-          ContextError: in a forked process.
         """
         self._require_origin()
         self.wait()
@@ -257,7 +254,7 @@ class Storage:
                 attempt = functools.partial(self._try_to_begin, self.job.process_id)
                 hear_all(self.job, "the start of a save", attempt)
             if self._writer is None:
-                self._process, self._writer = os.getpid(), self._call(self._make_writer)
+                self._writer = self._call(self._make_writer)
             elif self.job is None:
                 self._reload(self._writer)
             self._under_way = step  # set first, so that an interrupted save is waited for, too
@@ -291,7 +288,6 @@ class Storage:
           CheckpointError: the save failed.
         """
         if self._under_way is not None and self._writer is not None:
-            self._require_own_process()
             with self._guard("writing", self._under_way):
                 self._call(self._writer.wait_until_finished, is_long=True)
         self._set_complete()
@@ -331,8 +327,8 @@ class Storage:
         shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits, then stops orbax's threads; does nothing in a forked process."""
-        if self._writer is None or self._process != os.getpid():
+        """Waits, then stops orbax's threads."""
+        if self._writer is None:
             return
         try:
             self.wait()
@@ -483,20 +479,8 @@ class Storage:
 
     # -- who may use it ---------------------------------------------------------
 
-    def _require_own_process(self) -> None:
-        """Raises a ContextError in a process forked from the one that writes files."""
-        require(
-            self._writer is None or self._process == os.getpid(),
-            "a Checkpointer needs to be used in the process that began to use it",
-            got=f"process {os.getpid()}, forked from process {self._process}",
-            why="the threads that read and write files are not in it, so it would wait forever",
-            fix="a new one in the new process: dj.checkpoint.Checkpointer(directory)",
-            error=ContextError,
-        )
-
     def _require_origin(self) -> None:
-        """Raises unless it is used in the process and in the job that it was made in."""
-        self._require_own_process()
+        """Raises unless it is used in the job that it was made in."""
         now = job()
         require(
             self._is_local or now is self.job or now is None,

@@ -52,7 +52,7 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         if self._going_on is not None and not self._going_on.is_closed:
             return self._going_on
-        reader = Reader(self._epochs, self._splitter.pull)
+        reader = Reader.at_the_beginning(self._epochs, self._splitter.pull)
         iterator = DistributedIterator(reader, self._layout, self._options)
         # As `iter(generator)` is the generator: what was read ahead of a loop comes in the next.
         self._going_on = iterator if inspect.isgenerator(self._dataset) else None

@@ -146,8 +146,6 @@ def _sample(array: np.ndarray) -> np.ndarray:
 
 def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: str) -> np.ndarray:
     cause = None
-    if type(leaf) is int:
-        _require_held(leaf, treedef, index, name)
     try:
         require_no_mask(leaf, name)
         array = np.asarray(leaf)
@@ -166,21 +164,6 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
             fix=_fix_of(leaf),
         )
     ) from cause
-
-
-def _require_held(number: int, treedef: jax.tree_util.PyTreeDef, index: int, name: str) -> None:
-    """Raises a BatchError for a Python number that NumPy may hold, but JAX does not."""
-    info = np.iinfo(jax.dtypes.canonicalize_dtype(int))
-    if info.min <= number <= info.max:
-        return
-    raise BatchError(
-        message(
-            f"{name} needs a number that {info.dtype} holds as leaf {leaf_path(treedef, index)}",
-            got=describe_value(number),
-            why="it would wrap around on the devices",
-            fix="a float, or two numbers; 64 bits need jax_enable_x64",
-        )
-    )
 
 
 def _fix_of(leaf: PyTree) -> str:

@@ -2,8 +2,8 @@
 
 The reader makes elements, here or on a background thread. What the thread has prepared waits in a
 queue, and goes back to the reader, `ahead` of all else, when the loop asks for another number of
-steps. Calls take turns by one lock. The position is behind what was delivered last: elements that
-wait do not count.
+steps. Calls take turns by one lock. The position is the reader's, behind what was delivered last:
+elements that wait do not count.
 
 Ctrl-C waits only while elements change places, which takes microseconds; it ends every wait. What
 a call has taken when it raises may be lost; the position never counts what is still to come.
@@ -14,13 +14,11 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
-import functools
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 from distjax._src import hooks, jax_compat
@@ -96,9 +94,6 @@ class DistributedIterator:
     call and stops at the end of the data, on `close`, or when the iterator is
     dropped. Several threads may share one iterator: each element goes to one of them.
 
-    Attributes:
-      is_closed: whether it gives no more elements.
-
     Args:
       reader: the elements on the host.
       layout: how they lie on the devices.
@@ -113,17 +108,20 @@ class DistributedIterator:
         self._reader, self._layout = reader, layout
         self._num_ahead = options.prefetch
         self._together = _together_of(layout, options.partial)
-        self._position = reader.position
         self._prefetcher: Prefetcher | None = None
-        self.is_closed = False
         self._lock = threading.RLock()  # `close` must not wait for it: the source may call it
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __repr__(self) -> str:
-        delivered, num_replicas = self._position.delivered, self._layout.num_replicas
+        delivered, num_replicas = self._reader.position.delivered, self._layout.num_replicas
         return f"DistributedIterator(delivered={delivered}, num_replicas={num_replicas})"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it gives no more elements."""
+        return self._reader.is_closed
 
     def __reduce__(self) -> NoReturn:  # of copies too, which would read one source in turn
         raise TypeError(
@@ -218,7 +216,7 @@ class DistributedIterator:
           >>> next(resumed).stacked.tolist()
           [[2], [2]]
         """
-        state, process = self._position.to_state(), self._process
+        state, process = self._reader.position.to_state(), self._process
         return state if process is None else {**state, "process": process}
 
     @property
@@ -241,21 +239,9 @@ class DistributedIterator:
         position = Position.from_state(state)
         with self._lock:
             self._stop_reading()
-            self._reader.seek(position, self._moved)
-
-    def _moved(self) -> None:
-        self._position, self.is_closed = self._reader.position, False
-        if self._together is not None:
-            self._together.reset()
-
-    def reach_position(self) -> None:
-        """Reads up to the position that was set, if the source gives its elements only once.
-
-        Raises:
-          ValueError: as for `set_state`.
-        """
-        with self._lock:
-            self._reader.reach_position()
+            self._reader = self._reader.moved(position)
+            if self._together is not None:
+                self._together.reset()
 
     def stop_reading(self) -> None:
         """Stops reading ahead until the next call, which delivers what was read already."""
@@ -268,7 +254,7 @@ class DistributedIterator:
         Waits for the source to return the element in progress. From here on `next`
         raises StopIteration.
         """
-        self.is_closed = True
+        self._reader.is_closed = True
         self._stop_reading()
         self._reader.release()
         self._reader.ahead.clear()
@@ -279,14 +265,11 @@ class DistributedIterator:
         """Returns the next element, or steps; raises the error that stands in its place."""
         _require_untraced(method)
         together = self._together
-        if together is None:
+        with nullcontext() if together is None else together.waiting():
             item = self._take(steps)
-        else:
-            with together.waiting():
-                item = self._take(steps)
-            agreed = self._agree(together, item, steps)
-            if agreed is not None:
-                return _as_result(agreed, self._layout, steps)
+        agreed = None if together is None else self._agree(together, item, steps)
+        if agreed is not None:
+            return _as_result(agreed, self._layout, steps)
         if isinstance(item, Chunk):
             return item.result
         try:
@@ -297,26 +280,28 @@ class DistributedIterator:
     def _take(self, steps: int | None) -> Chunk | BaseException:
         """Returns this process's next item; the last one is an error, or StopIteration."""
         with self._lock:
-            if self.is_closed:
+            reader = self._reader
+            if reader.is_closed:
                 return StopIteration()
-            make = functools.partial(make_chunk, self._reader, self._layout, self._together, steps)
-            item = self._prefetched(steps, make) if self._num_ahead else make()
+            item = self._prefetched(steps) if self._num_ahead else self._maker(steps)()
             if isinstance(item, Chunk):
-                self._position = item.block.positions[-1]
-            elif not self.is_closed:
+                reader.position = item.block.positions[-1]
+            elif not reader.is_closed:
                 self.close()
             return item
 
-    def _prefetched(self, steps: int | None, make: _Make) -> Chunk | BaseException:
+    def _maker(self, steps: int | None) -> _Make:
+        """Returns what makes items, which does not refer to this iterator."""
+        reader, layout, together = self._reader, self._layout, self._together
+        return lambda: make_chunk(reader, layout, together, steps)
+
+    def _prefetched(self, steps: int | None) -> Chunk | BaseException:
         running = self._prefetcher
-        if running is not None:
-            running.require_own_process()
         if running is None or running.is_stopped or running.steps != steps:
             self._stop_reading()
-            running = Prefetcher(make, steps, max(1, self._num_ahead // (steps or 1)))
+            depth = max(1, self._num_ahead // (steps or 1))
             with interrupts.held():
-                running.start(self)
-                self._prefetcher = running
+                running = self._prefetcher = Prefetcher(self._maker(steps), steps, depth, self)
         return running.next()
 
     def _stop_reading(self) -> None:
@@ -351,7 +336,7 @@ class DistributedIterator:
                 self._stop_reading()
                 with interrupts.held():
                     self._reader.ahead.extendleft(reversed(block.elements[count:]))
-                    self._position = block.positions[count - 1]
+                    self._reader.position = block.positions[count - 1]
         return tree
 
 
@@ -398,7 +383,7 @@ def _read_block(reader: Reader, block: Block) -> Block:
             break
         if not block.add(element):
             # The source may refill its memory before this one is taken.
-            reader.ahead.appendleft(element._replace(tree=element.tree.copy()))
+            reader.ahead.appendleft(element.copy())
             break
     return block
 
@@ -411,7 +396,7 @@ def _as_result(tree: HostTree, layout: InputLayout, steps: int | None) -> Any:
 
 
 class Prefetcher:
-    """Makes up to `depth` items ahead on its own thread.
+    """Makes up to `depth` items ahead on its own thread, which it starts.
 
     The thread inherits the context (strategies, 64-bit mode, default device) of the
     thread that makes the Prefetcher, and holds no reference to its owner: it ends when
@@ -426,48 +411,28 @@ class Prefetcher:
       make: returns an item.
       steps: see above.
       depth: how many items may wait.
+      owner: when it is dropped, the thread ends.
     """
 
-    def __init__(self, make: _Make, steps: int | None, depth: int):
+    def __init__(self, make: _Make, steps: int | None, depth: int, owner: object):
         self._make, self.steps, self._depth = make, steps, depth
         self.items: collections.deque[Chunk | BaseException] = collections.deque()
         self.is_stopped = self._has_ended = False
         self._waiters = Waiters()
         self._settings = settings_of_this_thread()
-        self._process = os.getpid()
-        self._thread = threading.Thread(
-            target=self._work, name=f"{THREAD_NAME}-{next(_thread_numbers)}", daemon=True
-        )
-
-    def start(self, owner: object) -> None:
-        """Starts the thread, which ends when `owner` is dropped."""
+        name = f"{THREAD_NAME}-{next(_thread_numbers)}"
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._when_dropped = weakref.finalize(owner, self.stop)
         _live.add(self)
         self._thread.start()
 
     def next(self) -> Chunk | BaseException:
         """Waits for the next item and takes it; StopIteration once stopped."""
-        self._waiters.ring()  # a signal other than Ctrl-C may have come before the ring below
         self._waiters.wait_until(lambda: self.items or self.is_stopped)
         with interrupts.held():
             item = self.items.popleft() if self.items else StopIteration()
             self._waiters.ring()
         return item
-
-    def require_own_process(self) -> None:
-        """Raises a ContextError if the thread is in another process: this one was forked."""
-        if os.getpid() == self._process:
-            return
-        raise ContextError(
-            message(
-                "an iterator over a dataset needs to be read in the process that began to read it",
-                got=f"process {os.getpid()}, forked from process {self._process}",
-                why="the thread that moves elements to the devices ahead of the loop is not in it, "
-                "so none would ever come",
-                fix="begin in the new process: iterator = iter(dataset); or without a thread: "
-                "dj.InputOptions(prefetch=0)",
-            )
-        )
 
     def stop(self) -> None:
         """Asks the thread to end, which it does as soon as the source lets it."""
@@ -486,8 +451,16 @@ class Prefetcher:
     def _work(self) -> None:
         try:
             with self._settings():
-                while self._has_room() and self._make_item():
-                    pass
+                is_last = False
+                while not is_last and self._has_room():
+                    try:
+                        item = self._make()
+                    except BaseException as error:  # e.g. SystemExit: the loop must not wait
+                        item = error
+                    is_last = not isinstance(item, Chunk)
+                    self.items.append(item)
+                    del item  # an error, its traceback and this frame would form a cycle
+                    self._waiters.ring()
         finally:
             self._has_ended = True
             self._waiters.ring()
@@ -495,19 +468,6 @@ class Prefetcher:
     def _has_room(self) -> bool:
         self._waiters.wait_until(lambda: self.is_stopped or len(self.items) < self._depth)
         return not self.is_stopped
-
-    def _make_item(self) -> bool:
-        """Makes an item; returns whether it is not the last."""
-        try:
-            item = self._make()
-        except BaseException as error:  # e.g. SystemExit: the loop must not wait forever
-            item = error
-        try:
-            self.items.append(item)
-            self._waiters.ring()
-            return isinstance(item, Chunk)
-        finally:
-            del item  # else an error, its traceback and this frame form a cycle
 
 
 @atexit.register

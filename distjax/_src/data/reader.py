@@ -7,7 +7,7 @@ one read again has to be the element that was last when the position was saved. 
 `set_epoch` is told which epoch it is.
 
 What a source gives is numbered by `enumerate` as it is read, so that a Ctrl-C that loses an element
-on its way leaves the count right.
+on its way leaves the count right. To go elsewhere is to make another reader.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import inspect
 import itertools
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from distjax._src.data.elements import HostTree, checksum_of, read_element
-from distjax._src.interrupts import interrupts
-from distjax._src.typing import DatasetLike, PyTree
+from distjax._src.typing import DatasetLike
 from distjax.errors import BatchError, describe_value, message
 
+_NEEDED = "set_state needs a dataset"
 _SAVED = ("delivered", "consumed", "full_size", "checksum", "epoch", "source", "before")
 
 
@@ -46,7 +45,6 @@ class Position:
       before: "source" and "consumed" of the position before, from which the last one used is read
         again; None: there is none, or no state of the source.
       example: the last example read, leaves [1, ...], for padding; not saved.
-      is_resumed: whether the source went here by its own state; not saved.
     """
 
     delivered: int = 0
@@ -57,7 +55,6 @@ class Position:
     source: Any = None
     before: Any = None
     example: HostTree | None = None
-    is_resumed: bool = False
 
     def to_state(self) -> dict[str, Any]:
         """Returns what is known of it as a dict, to be saved."""
@@ -121,6 +118,10 @@ class HostElement(NamedTuple):
     tree: HostTree
     position: Position
 
+    def copy(self) -> HostElement:
+        """Returns it in memory of its own: the source may refill the one it gave."""
+        return self._replace(tree=self.tree.copy())
+
 
 #: The elements of a source, with their numbers from 0 on.
 Numbered = Iterator[tuple[int, Any]]
@@ -145,14 +146,6 @@ def keeps_position(source: object) -> bool:
     return callable(getattr(source, "get_state", None)) and callable(
         getattr(source, "set_state", None)
     )
-
-
-class _Stateful(Protocol):
-    """An iterator of which `keeps_position` is true."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def set_state(self, state: PyTree, /) -> object: ...
 
 
 class Epochs:
@@ -213,25 +206,42 @@ class Reader:
     """Reads elements for all replicas from a dataset. One thread at a time may read.
 
     Attributes:
-      position: behind the last element that was made.
+      position: behind the last element that was delivered to the loop, which says so.
       ahead: what comes before the elements that are still to be made: elements, maybe an error.
+      is_closed: whether no more elements are to be delivered.
 
     Args:
       epochs: the dataset.
       pull: makes an element of those of the dataset.
+      iterator: of the dataset; with its epoch.
+      position: where it begins.
+      is_behind: whether the iterator still has to go there, when it is first read.
     """
 
-    def __init__(self, epochs: Epochs, pull: Pull):
+    def __init__(
+        self,
+        epochs: Epochs,
+        pull: Pull,
+        iterator: Iterator[Any],
+        position: Position,
+        *,
+        is_behind: bool = False,
+    ):
         self._epochs, self._pull = epochs, pull
-        iterator, self._epoch = epochs.begin()
         self._iterator: Any = iterator  # None: used up by a position that was refused, or ended
-        self._numbered: Numbered = enumerate(iterator)
+        self._numbered: Numbered = enumerate(iterator, position.consumed * (not is_behind))
         self._is_one_shot = iterator is epochs.dataset
-        self._was_finished = inspect.isgenerator(iterator) and iterator.gi_frame is None
-        self._is_unread, self._has_ended = True, False
-        self._to_drop: Position | None = None  # what is before it is dropped at the first read
-        self.position = Position(epoch=self._epoch, source=self._own_state())
+        self._is_behind = is_behind
+        self._is_unread = is_behind or not position.consumed
+        self._has_ended = self.is_closed = False
+        self.position = self._made = position
         self.ahead: collections.deque[HostElement | BaseException] = collections.deque()
+
+    @classmethod
+    def at_the_beginning(cls, epochs: Epochs, pull: Pull) -> Reader:
+        """Returns a reader of the next epoch."""
+        iterator, epoch = epochs.begin()
+        return cls(epochs, pull, iterator, Position(epoch=epoch, source=_state_of(iterator)))
 
     def read(self) -> HostElement:
         """Returns the next element; raises StopIteration, or the error of the source."""
@@ -252,38 +262,39 @@ class Reader:
             raise
 
     def _make(self) -> HostElement:
+        former, epoch = self._made, self._made.epoch
         if self._is_unread:
-            self._epochs.tell(self._epoch)  # an `__iter__` that yields reads it only now
+            self._epochs.tell(epoch)  # an `__iter__` that yields reads it only now
         self._is_unread = False
         if self._iterator is None:
-            self._iterator, self._epoch = self._epochs.begin(self._epoch)
+            self._iterator, _ = self._epochs.begin(epoch)
             self._numbered = enumerate(self._iterator)
-        self.reach_position()
+        if self._is_behind and keeps_position(self._iterator) and former.source is not None:
+            self._iterator.set_state(copy.deepcopy(former.source))
+            self._numbered = enumerate(self._iterator, former.consumed)
+        elif self._is_behind:
+            drop(self._numbered, former.consumed, _NEEDED, former.checksum)
+        self._is_behind = False
         try:
-            tree, position = self._pull(self._numbered, self.position)
+            tree, position = self._pull(self._numbered, former)
         except StopIteration:
             self._require_not_ended_before()
             raise
-        former, source, before = self.position, self._own_state(), None
+        source, before = _state_of(self._iterator), None
         if source is not None and former.source is not None:
             before = {"source": former.source, "consumed": former.consumed}
-        self.position = dataclasses.replace(
+        self._made = dataclasses.replace(
             position, delivered=former.delivered + 1, source=source, before=before
         )
-        return HostElement(tree, self.position)
-
-    def _own_state(self) -> Any:
-        """Returns a copy of the iterator's own state; None if it keeps no position."""
-        is_kept = keeps_position(self._iterator)
-        return copy.deepcopy(self._iterator.get_state()) if is_kept else None
+        return HostElement(tree, self._made)
 
     def _require_not_ended_before(self) -> None:
         """Raises a BatchError if an iterator that ends without any element had ended before.
 
         An iterator of a class may begin again when `iter` is called, so it is tried first.
         """
-        has_ended = self._epochs.end(self._iterator) or self._was_finished
-        if self.position.consumed:
+        has_ended = self._epochs.end(self._iterator)
+        if self._made.consumed:
             return
         if has_ended:
             raise BatchError(_ended_text(self._epochs.dataset)) from None
@@ -295,45 +306,25 @@ class Reader:
         self._iterator, self._numbered = None, iter(())
         self._is_unread, self._has_ended = False, True
 
-    def seek(self, position: Position, on_moved: Callable[[], None]) -> None:
-        """Goes to a position. If this fails, the reader is where it was.
+    def moved(self, position: Position) -> Reader:
+        """Returns a reader that goes on behind a position, in place of this one.
 
-        Args:
-          position: where to go.
-          on_moved: called when it is there, while Ctrl-C waits.
+        A generator is read up to there with the first element, and refused only then.
 
         Raises:
-          ValueError: a source that is too short, has elements of another size, gives another
-            element now as the last one used, or cannot be read again.
+          ValueError: a source that is too short, gives another element now as the last one used,
+            or cannot be read again.
         """
         iterator, epoch = self._iterator_for(position)
-        numbered, to_drop = enumerate(iterator), None
-        is_set = position.source is not None and keeps_position(iterator)
-        if not is_set and self._is_one_shot:
-            to_drop = position  # when it is read: until then, another position can be set
-        elif not is_set:
+        is_behind = self._is_one_shot  # until it is read, another position can be set
+        position = dataclasses.replace(position, epoch=epoch)
+        if position.source is not None and keeps_position(iterator):
+            _require_reachable(iterator, position)
+            is_behind = True
+        elif not is_behind:
             self._epochs.tell(epoch)
-            _drop_before(position, numbered)
-        moved = dataclasses.replace(position, epoch=epoch, is_resumed=is_set)
-        former = copy.deepcopy(iterator.get_state()) if is_set else None
-        try:
-            if is_set:
-                _require_same_last(iterator, position)
-            with interrupts.held():  # an iterator that this reader reads from moves with it
-                if is_set:
-                    iterator.set_state(copy.deepcopy(position.source))
-                    numbered = enumerate(iterator, position.consumed)
-                self._iterator, self._numbered, self._epoch = iterator, numbered, epoch
-                self._to_drop, self._is_unread = to_drop, to_drop is not None
-                self._has_ended = False
-                self.position = moved
-                self.ahead.clear()
-                on_moved()
-        except BaseException:  # a Ctrl-C that was held comes when all has moved
-            if is_set and self.position is not moved:
-                with interrupts.held():
-                    iterator.set_state(former)
-            raise
+            drop(enumerate(iterator), position.consumed, _NEEDED, position.checksum)
+        return Reader(self._epochs, self._pull, iterator, position, is_behind=is_behind)
 
     def _iterator_for(self, position: Position) -> tuple[Any, int | None]:
         """Returns an iterator from which a position can be reached, and its epoch."""
@@ -342,8 +333,8 @@ class Reader:
             if self._is_unread or (position.source is not None and keeps_position(dataset)):
                 return dataset, None
             raise ValueError(_one_shot_text(dataset))
-        epoch = self._epoch if position.epoch is None else position.epoch
-        if self._is_unread and former is not None and epoch == self._epoch:
+        epoch = self._made.epoch if position.epoch is None else position.epoch
+        if self._is_unread and former is not None and epoch == self._made.epoch:
             # Making another might advance the order of a dataset that shuffles.
             self._iterator = None
             return former, epoch
@@ -352,62 +343,49 @@ class Reader:
             raise ValueError(_one_shot_text(dataset))
         return iterator, epoch
 
-    def reach_position(self) -> None:
-        """Drops what comes before the position that was set, if that has been left for later."""
-        if self._to_drop is not None:
-            self._is_unread = False
-            _drop_before(self._to_drop, self._numbered)
-            self._to_drop = None
+
+def _state_of(iterator: Iterator[Any]) -> Any:
+    """Returns a copy of an iterator's own state; None if it keeps no position."""
+    own: Any = iterator  # for the type checker
+    return copy.deepcopy(own.get_state()) if keeps_position(own) else None
 
 
-def _drop_before(position: Position, numbered: Numbered) -> None:
-    """Drops the elements before a position: see `drop`."""
-    needed, size = "set_state needs a dataset", position.full_size
-    drop(numbered, position.consumed, needed, size, position.checksum)
-
-
-def _require_same_last(source: _Stateful, position: Position) -> None:
+def _require_reachable(iterator: Iterator[Any], position: Position) -> None:
     """Raises a ValueError if a source with a state gives another last element now: see `drop`.
 
-    It is set to its state before that element, and reads it.
+    It is set to its state before that element, and reads it; then it goes back to where it was.
     """
-    if position.before is not None:
-        source.set_state(copy.deepcopy(position.before["source"]))
-        _drop_before(position, enumerate(source, position.before["consumed"]))
+    source: Any = iterator
+    former = _state_of(source)
+    try:
+        if position.before is not None:
+            source.set_state(copy.deepcopy(position.before["source"]))
+            numbered = enumerate(source, position.before["consumed"])
+            drop(numbered, position.consumed, _NEEDED, position.checksum)
+        source.set_state(copy.deepcopy(position.source))
+    finally:
+        source.set_state(former)
 
 
-def drop(
-    numbered: Numbered,
-    count: int,
-    needed: str,
-    size: int | None = None,
-    checksum: int | None = None,
-) -> None:
+def drop(numbered: Numbered, count: int, needed: str, checksum: int | None = None) -> None:
     """Reads and drops the elements with numbers below `count`.
 
     Args:
       numbered: the source, numbered from 0 on; part of them may have been dropped before.
       count: how many elements.
       needed: the start of the error text, e.g. "set_state needs a dataset".
-      size: the leading dimension of the first element; None: unknown.
       checksum: that of the last element; None: unknown.
 
     Raises:
-      ValueError: there are fewer elements, they have another size, or the last is another.
+      ValueError: there are fewer elements, or the last is another.
     """
     if not count:
         return
     number = -1
     for number, element in numbered:
-        if number == 0 and size is not None:
-            found = read_element(element, "element 0").leading_size
-            if found != size:
-                raise ValueError(size_text(f"{needed} with", found, size))
         if number >= count - 1:
             if number == count - 1 and checksum is not None:
-                last = read_element(element, f"element {number}")
-                if checksum_of(last) != checksum:
-                    raise ValueError(_other_text(needed, count))
+                _require_same(read_element(element, f"element {number}"), checksum, needed, number)
             return
     raise ValueError(
         message(
@@ -419,36 +397,23 @@ def drop(
     )
 
 
-def _other_text(needed: str, count: int) -> str:
-    return message(
-        f"{needed} that gives the same elements again: element {count - 1}, the last one taken, "
-        "has other values now",
-        got=f"another order, or other values, than when the state was taken, from {count} elements "
-        "that were read again",
-        why="the loop would go on elsewhere: some examples would come twice, others never",
-        fix="let the dataset derive its order, and all that it draws, from its own state if it "
-        "has one, else from the epoch: def set_epoch(self, epoch): self.random = "
-        "np.random.default_rng((self.seed, epoch)); or "
-        "begin the epoch again: leave the iterator out, "
-        "checkpointer.restore(tree without it, partial=True)",
-    )
-
-
-def size_text(needed: str, size: int | None, saved: int | None) -> str:
-    """Returns the error text for batches of another size than in the saved state.
-
-    Args:
-      needed: how it begins, e.g. "batch 3 needs".
-      size: the leading dimension found; None: the arrays have none in common.
-      saved: the one in the state.
-    """
-    return message(
-        f"{needed} {saved} examples in a full batch, as when the state was taken",
-        got="arrays with no common leading dimension" if size is None else f"{size} examples",
-        why="a position counts elements of the dataset: after as many of another size, some "
-        "examples would come twice, or never",
-        fix=f"give batches of {saved} examples; or begin the epoch again: leave the iterator out, "
-        "checkpointer.restore(tree without it, partial=True)",
+def _require_same(element: HostTree, checksum: int, needed: str, number: int) -> None:
+    if checksum_of(element) == checksum:
+        return
+    raise ValueError(
+        message(
+            f"{needed} that gives the same elements again: element {number}, the last one taken, "
+            "has other values now",
+            got=f"another order, other values or batches of another size (now "
+            f"{element.leading_size}) than when the state was taken, from {number + 1} elements "
+            "that were read again",
+            why="the loop would go on elsewhere: some examples would come twice, others never",
+            fix="batches of the same size; and let the dataset derive its order, and all that it "
+            "draws, from its own state if it has one, else from the epoch: def set_epoch(self, "
+            "epoch): self.random = np.random.default_rng((self.seed, epoch)); or "
+            "begin the epoch again: leave the iterator out, "
+            "checkpointer.restore(tree without it, partial=True)",
+        )
     )
 
 

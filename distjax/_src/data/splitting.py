@@ -24,7 +24,7 @@ from distjax._src.data.elements import (
     require_leading_size,
 )
 from distjax._src.data.options import DROP, ERROR, PAD, Partial
-from distjax._src.data.reader import Numbered, Position, find_length, size_text
+from distjax._src.data.reader import Numbered, Position, find_length
 from distjax._src.typing import PyTree
 from distjax.errors import BatchError, message
 
@@ -70,23 +70,20 @@ class GlobalBatches(Splitter):
     partial: Partial
 
     def pull(self, source: Numbered, position: Position) -> tuple[HostTree, Position]:
-        former, dropped = position, None
+        example = position.example
         while True:
             number, element = next(source)
             name = f"batch {number}"
             batch = read_element(element, name)
             size = require_leading_size(batch, name)
             full = size if position.full_size is None else position.full_size
-            if former.is_resumed and (size > full or size == dropped):
-                raise BatchError(size_text(f"{name} needs", size, full))
             self._require_fits(size, full, name)
-            position = former.after(number + 1, full, checksum_of(batch))
+            position = position.after(number + 1, full, checksum_of(batch))
             if self.partial == PAD:
-                example = batch.last_example() if size else former.example
+                example = batch.last_example() if size else example
                 return self._pad(batch, full, example), position.with_example(example)
             if self.partial == ERROR or size == full:
                 return self._split(batch, size), position
-            dropped = size
 
     def _pad(self, batch: HostTree, full: int, example: HostTree | None) -> HostTree:
         size = -(-full // self.num_replicas) * self.num_replicas
@@ -170,7 +167,7 @@ class ReplicaElements(Splitter):
     copies: bool = dataclasses.field(default=True, repr=False)
 
     def pull(self, source: Numbered, position: Position) -> tuple[HostTree, Position]:
-        former, dropped = position, None
+        example = position.example
         while True:
             elements, end = self._next_elements(source)
             if not elements:
@@ -178,25 +175,17 @@ class ReplicaElements(Splitter):
             first = end - len(elements)
             full = elements[0].leading_size if position.full_size is None else position.full_size
             sizes = [element.leading_size for element in elements]
-            if former.is_resumed and full is not None:
-                self._require_as_saved(sizes, full, first, dropped)
-            checksum = checksum_of(elements[-1])
-            position = former.after(end, full, checksum)
+            position = position.after(end, full, checksum_of(elements[-1]))
             if self.partial == ERROR:
                 self._require_complete(len(elements), f"elements {first} to {end - 1}")
             self._require_fits(sizes, full, first)
             if self.partial == PAD:
-                example = self._example(elements, sizes) or former.example
+                filled = [x for x, size in zip(elements, sizes, strict=True) if size]
+                example = filled[-1].last_example() if filled else example
                 padded = self._pad(elements, full, first, example)
                 return padded, position.with_example(example)
             if self.partial == ERROR or sizes == [full] * self.num_replicas:
                 return _stack_elements(elements, first), position
-            dropped = sizes
-
-    def _example(self, elements: list[HostTree], sizes: list[int | None]) -> HostTree | None:
-        """Returns the last example among `elements`; None: they have none, or no rows."""
-        filled = [element for element, size in zip(elements, sizes, strict=True) if size]
-        return filled[-1].last_example() if filled else None
 
     def _next_elements(self, source: Numbered) -> tuple[list[HostTree], int]:
         """Returns up to R elements, and the number of the one that follows."""
@@ -235,14 +224,6 @@ class ReplicaElements(Splitter):
                     "dj.InputOptions(partial='drop') to leave it out",
                 )
             )
-
-    def _require_as_saved(
-        self, sizes: list[int | None], full: int, first: int, dropped: list[int | None] | None
-    ) -> None:
-        """Raises a BatchError if elements are not of the size that the saved state has."""
-        for i, size in enumerate(sizes):
-            if size is not None and (size > full or (sizes == dropped and size != full)):
-                raise BatchError(size_text(f"element {first + i} needs", size, full))
 
     def _require_fits(self, sizes: list[int | None], full: int | None, first: int) -> None:
         if self.partial == ERROR or full is None:

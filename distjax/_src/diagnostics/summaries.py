@@ -24,13 +24,9 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.context import frames
-from distjax._src.placement.per_replica import PerReplica
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable
-from distjax.errors import LocalityError, describe_value, message
-
-#: The names of a record's own numbers, which no value may have.
-RESERVED = ("time", "step")
+from distjax.errors import describe_value, message, require
 
 
 def is_first_process() -> bool:
@@ -69,7 +65,8 @@ class JsonLines:
         """Adds a line; `seconds` is the Unix time."""
         # NaN and infinity are not valid JSON: a loss that blew up is written as a string.
         exact = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
-        self._file.write(json.dumps({"time": seconds, "step": step, **exact}) + "\n")
+        own = {"time": seconds, "step": step}
+        self._file.write(json.dumps({**own, **exact, **own}) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
@@ -156,19 +153,14 @@ class SummaryWriter:
           they are dropped with a RuntimeWarning.
 
         Raises:
-          LocalityError: a PerReplica.
-          TypeError: a step or a value that is not a real scalar, or values without names.
-          ValueError: a value named "step" or "time"; a closed writer.
+          TypeError: a step or a value that is not a real scalar, such as a PerReplica.
+          ValueError: a closed writer.
         """
         self._raise_failure()
         if self._is_closed:
             raise ValueError(_closed_text("write"))
-        number = _value_of(step)
-        if not _is_real(number):
-            raise TypeError(_step_text(number))
-        if not hasattr(values, "items"):
-            raise TypeError(_values_text(values))
-        values = {name: _scalar(name, value) for name, value in values.items()}
+        number = _scalar("its step", step)
+        values = {name: _scalar(repr(name), value) for name, value in dict(values).items()}
         frame = frames.current()
         context = frame.replica_context
         replica = 0 if context is None else context.replica_id_in_sync_group
@@ -222,41 +214,19 @@ class SummaryWriter:
 
 
 def _scalar(name: str, value: PyTree) -> Any:
-    if name in RESERVED:
-        raise ValueError(
-            message(
-                f"write needs names other than {' and '.join(RESERVED)}",
-                got=f"a value named {name!r}",
-                why="a summary has a time and a step of its own, under these names",
-                fix=f"writer.write(step, {{'my_{name}': x}})",
-            )
-        )
-    value = _value_of(value)
-    if isinstance(value, PerReplica):
-        raise LocalityError(
-            message(
-                f"write needs one value for {name!r}",
-                got=f"a PerReplica of {value.num_replicas} values",
-                why="a summary has one number per step",
-                fix=f"writer.write(step, {{{name!r}: strategy.reduce('mean', x)}})",
-            )
-        )
-    if _is_real(value):
-        return value
-    raise TypeError(
-        message(
-            f"write needs a scalar for {name!r}",
-            got=describe_value(value),
-            why="a summary has one number per name and step",
-            fix=f"writer.write(step, {{{name!r}: jnp.mean(x)}})",
-        )
+    """Returns one real number; of a variable, of distjax or of Flax, its value."""
+    convert = getattr(value, "__jax_array__", None)  # None of a traced value
+    value = value if convert is None else convert()
+    require(
+        _is_real(value),
+        f"write needs one number for {name}",
+        got=describe_value(value),
+        why="a summary has one number per name and step",
+        fix="writer.write(step, {'loss': jnp.mean(x)}); of a PerReplica: strategy.reduce('mean', "
+        "x)",
+        error=TypeError,
     )
-
-
-def _value_of(x: PyTree) -> Any:
-    """Returns the array of a variable, of distjax or of Flax; else `x`."""
-    convert = getattr(x, "__jax_array__", None)  # None of a traced value
-    return x if convert is None else convert()
+    return value
 
 
 def _is_real(value: object) -> bool:
@@ -265,24 +235,6 @@ def _is_real(value: object) -> bool:
         return isinstance(value, (int, float))
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
     return value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-
-
-def _step_text(step: object) -> str:
-    return message(
-        "write needs a number as its step",
-        got=describe_value(step),
-        why="a summary belongs to one step",
-        fix="writer.write(1, {'loss': loss})",
-    )
-
-
-def _values_text(values: object) -> str:
-    return message(
-        "write needs a mapping of names to numbers",
-        got=describe_value(values),
-        why="each number of a summary has a name",
-        fix="writer.write(1, {'loss': loss})",
-    )
 
 
 def _closed_text(what: str) -> str:

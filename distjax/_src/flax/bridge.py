@@ -117,7 +117,6 @@ class SplitNNX:
         self.plan, self.leaves, self.owners = plan, leaves, plan.owners
         self.members = self._variables = graph.variables
         self._objects, self._paths = objects, graph.paths
-        self._references: Any = None
 
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
         """Converts stored leaves to the global view, as arguments of `run` or as values."""
@@ -304,16 +303,15 @@ class SplitNNX:
 
     def _write_graph(self, outcome: Outcome, new: Mapping[int, Any]) -> None:
         """Gives the objects their new graph, or, if a class in it raises, leaves them the old."""
-        if self._references is None:  # kept, so that a retry after a signal sees the old graph
-            self._references = nnx.graph.IndexMap.from_refmap(references(self._objects))
+        held = nnx.graph.IndexMap.from_refmap(references(self._objects))
         values = [
             new[i] if v.origin is None or i in new else raw_value(self._variables[v.origin])
             for i, v in enumerate(outcome.variables)
         ]
-        nodes = [x for x in self._references.values() if isinstance(x, nnx.Pytree)]
+        nodes = [x for x in held.values() if isinstance(x, nnx.Pytree)]
         before = SavedState(nodes, ())
         try:
-            nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
+            nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=held)
         except BaseException:
             before.restore()
             raise

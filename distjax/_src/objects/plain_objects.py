@@ -125,7 +125,7 @@ class Surroundings:
           TraceLeakError: it has; or it has exchanged what it captures.
         """
         function = function_name(self._fn)
-        self.require_none_gone()
+        self.require_in_place()
         for each in (*self.inner, self):  # the function that does it is named
             each._require_none_captured()
         before = {id(array) for each in self._arguments for array in each.held.values()}
@@ -140,18 +140,19 @@ class Surroundings:
                 if _is_tracer(array) and id(array) not in before:
                     raise TraceLeakError(_result_text(function, path, array))
 
-    def require_none_gone(self) -> None:
-        """Raises if a place no longer has the variable, or object with variables, that it had.
+    def require_in_place(self) -> None:
+        """Raises if a place has what another had, which has something else now.
 
-        No later call would miss it: from there on nothing leads to it. Modules are looked for anew.
+        Only the trace would do it. What is still where it was may be in a second place, too.
         Called as soon as the function ends: a loop around it may then go on to another variable.
         """
-        after = self._find_captured()
-        _require_in_place(self._fn, self._captured, after)
-        for path, value in self._captured.items():
-            is_kept = isinstance(value, Variable) or has_variables(value)
-            if is_kept and after.get(path) is not value:
-                raise TraceLeakError(_gone_text(function_name(self._fn), path, value))
+        before, after = self._captured, self._find_captured()
+        changed = [p for p, x in before.items() if p in after and after[p] is not x]
+        homes = {id(before[p]): p for p in changed if not isinstance(before[p], _NUMBERS)}
+        for path in changed:
+            home = homes.get(id(after[path]))
+            if home is not None:
+                raise TraceLeakError(_exchange_text(function_name(self._fn), home, path))
 
     def _require_none_captured(self) -> None:
         known, after = set(map(id, self._captured.values())), self._find_captured()
@@ -184,7 +185,7 @@ def watch_inner(fn: Callable[..., Any], is_stateful: Callable[[object], bool]) -
         current.inner.append(inner)
     yield
     if inner is not None:
-        inner.require_none_gone()
+        inner.require_in_place()
 
 
 def _constants(jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> Iterator[object]:
@@ -223,31 +224,6 @@ def _result_text(function: str, path: str, tracer: jax.Array) -> str:
         got=f"an object with a traced value of type {jax.typeof(tracer).str_short()} in {path}",
         why="JAX does not know its class, so its arrays are no results of the compiled program",
         fix="@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays",
-    )
-
-
-def _require_in_place(
-    fn: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    """Raises if a place has what another had, which has something else now.
-
-    Only the trace would do it. What is still where it was may be in a second place, too.
-    """
-    changed = [p for p, x in before.items() if p in after and after[p] is not x]
-    homes = {id(before[p]): p for p in changed if not isinstance(before[p], _NUMBERS)}
-    for path in changed:
-        home = homes.get(id(after[path]))
-        if home is not None:
-            raise TraceLeakError(_exchange_text(function_name(fn), home, path))
-
-
-def _gone_text(function: str, path: str, value: PyTree) -> str:
-    return message(
-        f"{function} needs to leave what it captures in its place",
-        got=f"{path} without the {type(value).__name__} that was there before",
-        why="a compiled step does not run its Python code again: it would be taken away in the "
-        "trace, and every later call would go on with it",
-        fix=f"delete or replace {path} between two calls of {function}",
     )
 
 

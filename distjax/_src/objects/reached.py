@@ -63,17 +63,9 @@ def _instance_dict(value: PyTree) -> Any:
     return object.__getattribute__(value, "__dict__")
 
 
-def _element(value: PyTree, element: PyTree) -> Any:
-    """Returns an element of a set; raises a KeyError if it has no such."""
-    if element in value:
-        return element
-    raise KeyError(element)
-
-
 HELPERS: dict[str, Any] = {
     "attributes": _instance_dict,
     "dict_get": dict.get,
-    "element": _element,
 }
 
 #: How a kind of reference is followed: as code, and here. {0}: the holder, {1}: the key.
@@ -83,10 +75,6 @@ ROADS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "instance": ("attributes({0})[{1}]", lambda h, k: _instance_dict(h)[k]),
     "item": ("{0}[{1}]", lambda h, k: h[k]),
     "dict item": ("dict_get({0}, {1})", dict.get),
-    "object item": ("{0}[{1}()]", lambda h, k: h[k()]),
-    "element": ("element({0}, {1}())", lambda h, k: _element(h, k())),
-    "call": ("{0}()", lambda h, _: h()),
-    "context": ("{0}.get(None)", lambda h, _: h.get(None)),
     "member": ("vars({0})[{1}]", lambda h, k: vars(h)[k]),
 }
 

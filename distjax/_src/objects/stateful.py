@@ -146,7 +146,7 @@ class SplitObjects(Protocol):
         ...
 
     def write_back(self, outcome: Any, stored: Mapping[int, Any]) -> None:
-        """Writes the new values to the objects; can be retried if a signal interrupts it."""
+        """Writes the new values to the objects."""
         ...
 
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 import argparse
 import collections.abc
 import contextlib
-import contextvars
 import dis
 import functools
 import keyword
-import queue
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -48,14 +45,11 @@ _MAX_ITEMS = 10_000
 _MAX_PARTS = 5000
 #: Types that refer to nothing; exact, since instances of subclasses may have attributes.
 ATOMS = frozenset({int, float, bool, str, bytes, complex, types.CodeType, types.BuiltinMethodType})
-CONTAINERS = (dict, types.MappingProxyType, list, tuple, collections.deque, set, frozenset)
+CONTAINERS = (dict, types.MappingProxyType, list, tuple, collections.deque)
 #: Classes of libraries that hold what the user puts into them: their attributes are followed.
 HOLDERS = (
     types.SimpleNamespace,
     argparse.Namespace,
-    threading.local,
-    contextlib.nullcontext,
-    queue.Queue,
     collections.abc.Mapping,  # ChainMap, UserDict, FrozenDict, configurations
     collections.UserList,
 )
@@ -68,8 +62,6 @@ _WITHOUT_ATTRIBUTES = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
-    weakref.ref,
-    contextvars.ContextVar,
     Static,
 )
 _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -100,10 +92,6 @@ def parts_of(value: PyTree, max_items: int = _MAX_ITEMS) -> Iterator[tuple[str, 
         yield "attribute", "__self__", value.__self__
     elif isinstance(value, functools.partial):
         yield from (("attribute", name, getattr(value, name)) for name in _OF_PARTIALS)
-    elif isinstance(value, weakref.ref):
-        yield "call", None, value()
-    elif isinstance(value, contextvars.ContextVar):
-        yield "context", None, value.get(None)
     elif isinstance(value, Static):
         yield "attribute", "value", value.value
     elif isinstance(value, types.FunctionType) and not is_of_a_library(value):
@@ -120,8 +108,6 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]
     if fn.__closure__:
         yield "attribute", "__closure__", fn.__closure__
     named = names_of_globals(fn.__code__) if names_users_objects(fn) else ()
-    if "globals" in named:  # globals()["loss"]
-        named = (*named, *names_in_texts(fn.__code__))
     yield from (("global", n, fn.__globals__[n]) for n in named if n in fn.__globals__)
     for name in ("__defaults__", "__kwdefaults__"):
         if (part := getattr(fn, name)) is not None:
@@ -187,7 +173,6 @@ def _may_refer(value: object) -> bool:
 
 def _step_below(place: Place, kind: str, key: PyTree) -> Place:
     # A key that is an object would live as long as the program.
-    key = key() if kind in ("object item", "element") else key
     return place, key if isinstance(key, (str, int)) else hash(key)
 
 
@@ -276,8 +261,8 @@ def _holds(value: object) -> bool:
 
 
 def _name_below(name: str, kind: str, key: PyTree) -> str:
-    if kind in ("item", "dict item", "object item"):
-        return f"{name}[{key() if kind == 'object item' else key!r}]"
+    if kind in ("item", "dict item"):
+        return f"{name}[{key!r}]"
     return f"{name}.{key}"
 
 
@@ -333,28 +318,13 @@ def reference_to(value: PyTree) -> Callable[[], Any]:
 def items_of(value: PyTree) -> Iterator[tuple[str, Any, Any]]:
     """Yields what a container holds: (kind, key, item)."""
     if isinstance(value, (dict, types.MappingProxyType)):
-        for key, item in list(value.items()):
-            is_plain = _is_plain_key(key)
-            if not is_plain and not isinstance(key, type):
-                yield "element", reference_to(key), key
-            if not is_plain:
-                yield "object item", reference_to(key), item
-            else:
-                yield "item" if type(value) in _EXACT else "dict item", key, item
-        return
-    if isinstance(value, (set, frozenset)):
-        yield from (("element", reference_to(x), x) for x in list(value))
+        kind = "item" if type(value) in _EXACT else "dict item"
+        yield from ((kind, key, item) for key, item in list(value.items()))
     else:
         yield from (("item", i, x) for i, x in enumerate(value))
 
 
 _EXACT = (dict, collections.OrderedDict, types.MappingProxyType)
-
-
-def _is_plain_key(key: Hashable) -> bool:
-    return isinstance(key, (str, int, float, bytes, type(None))) or (
-        isinstance(key, tuple) and all(map(_is_plain_key, key))
-    )
 
 
 def contents_of(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
@@ -365,17 +335,13 @@ def contents_of(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
         return
 
 
-#: `__getattribute__` of classes whose attributes are read as they are stored.
-_GET_WHAT_IS_STORED = (object.__getattribute__, threading.local.__getattribute__)
-
-
 def stored_attributes(value: PyTree) -> Iterator[tuple[str, str, Any]]:
     """Yields an object's attributes; those that a read would not give as they are by another road.
 
     A property would run the user's code at each call.
     """
     cls = type(value)
-    is_plain = cls.__getattribute__ in _GET_WHAT_IS_STORED
+    is_plain = cls.__getattribute__ is object.__getattribute__
     for name, part in attributes_of(value):
         found = getattr(cls, name, None)
         is_slot = isinstance(found, types.MemberDescriptorType)
@@ -405,14 +371,6 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of attributes that `code` and the code in it use."""
     nested = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
     return frozenset(code.co_names).union(*nested)
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in_texts(code: types.CodeType) -> frozenset[str]:
-    """Returns the names that stand in texts in `code` and the code in it."""
-    nested = [names_in_texts(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    own = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
-    return frozenset(own).union(*nested)
 
 
 def module_of(value: PyTree) -> str:

@@ -105,7 +105,6 @@ class MappedFunction:
         except Exception as error:
             if strategy is not None:
                 add_cause_note(error, strategy)
-            _offer_static(error, self._mapping.name)
             keep_user_lines(error)
             raise
 
@@ -165,8 +164,6 @@ class MappedFunction:
         if has_strategy:
             frames.require_enterable(strategy, "pmap")
         mapping.require_axis_of(strategy)
-        if count != strategy.num_replicas_in_sync:
-            raise ValueError(_count_text(mapping.name, count, strategy))
         return strategy
 
     def _make_own(self, count: int) -> Strategy:
@@ -417,7 +414,7 @@ class _Mapping:
             raise ValueError(_missing_text(self, len(args)))
         names = dict(enumerate(self.argument_names))
         return tuple(
-            as_static(a, names.get(i, f"args[{i}]"), fix=_static_fix(a))
+            as_static(a, names.get(i, f"args[{i}]"), fix=FIX_OF_UNHASHABLE)
             if i in self.static and not isinstance(a, Static)
             else a
             for i, a in enumerate(args)
@@ -517,9 +514,10 @@ class _Mapping:
             f"pmap of {self.name} needs {topology.num_replicas} rows in each mapped argument, "
             "one for each replica",
             got=f"{size} rows along axis {axis} of argument {path}",
-            why="replica r takes row r of every mapped argument",
+            why="replica r takes row r of every mapped argument; a scope, and strategy=, say whose "
+            "replicas run, and without either there are as many as rows",
             fix="x.reshape(num_replicas, -1, *x.shape[1:]) for a batch; in_axes=None for what all "
-            "replicas share",
+            "replicas share; or the call outside of the scope",
         )
 
     def _prefix_text(self, error: ValueError) -> str:
@@ -705,45 +703,16 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix
 
 
 def _find_origins(run: TracedRun, atoms: Sequence[Any]) -> dict[Any, JaxprEqn | None]:
-    """Returns what made those of `atoms` differ that do; None for an argument.
-
-    It is the last equation on the way at which an equal value meets a differing one, as parameters
-    and a gradient do; otherwise the one that made the value.
-    """
+    """Returns what made those of `atoms` that differ; None for an argument."""
     jaxpr = run.traced.jaxpr
     made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     inputs_differ = [value.varying for value in run.given.values]
     varying = Analysis(run.topology.axis_name).values(jaxpr, inputs_differ)
-    origins: dict[Any, JaxprEqn | None] = {}
-    for atom in atoms:
-        if isinstance(atom, Literal) or not varying[atom]:
-            continue
-        origins[atom] = eqn = made_by.get(atom)
-        while eqn is not None:
-            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-            if not all(varying[v] for v in inputs):
-                origins[atom] = eqn
-                break
-            eqn = made_by.get(inputs[0]) if inputs else None
-    return origins
+    differ = [atom for atom in atoms if not isinstance(atom, Literal) and varying[atom]]
+    return {atom: made_by.get(atom) for atom in differ}
 
 
 # -- error texts -----------------------------------------------------------------
-
-
-def _offer_static(error: Exception, name: str) -> None:
-    """Adds a fix to the note on an error of a number that Python needs: see `add_value_note`."""
-    offer = f"; or dj.pmap({name}, static_broadcasted_argnums=...)"
-    notes = getattr(error, "__notes__", [])
-    for i, note in enumerate(notes):
-        if "Fix: dj.static(" in note and offer not in note:
-            notes[i] = note + offer
-
-
-def _static_fix(value: object) -> str:
-    if is_array(value):
-        return "leave it out of static_broadcasted_argnums; in_axes=None for what all share"
-    return FIX_OF_UNHASHABLE
 
 
 def _no_rows_text(function: str) -> str:
@@ -819,15 +788,4 @@ def _too_few_text(function: str, count: int, devices: Sequence[jax.Device]) -> s
         why="each row is a replica, and each replica has a device of its own",
         fix=f"dj.pmap({function}, strategy=dj.VirtualStrategy({count})) for replicas that share a "
         "device; or rows [num_devices, k, ...] and jax.vmap in the body",
-    )
-
-
-def _count_text(function: str, count: int, strategy: StrategyLike) -> str:
-    return message(
-        f"pmap of {function} needs {strategy.num_replicas_in_sync} rows: {strategy!r} has as many "
-        "replicas",
-        got=f"{count} rows in the mapped arguments",
-        why="a scope, and strategy=, say whose replicas run; each takes one row",
-        fix=f"x.reshape({strategy.num_replicas_in_sync}, -1, ...); or the call outside of the "
-        "scope, for as many replicas as rows",
     )

@@ -512,7 +512,7 @@ class _Check:
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
             different = self._compare(traced.run(change, modes), self._plain(change))
             if not keys.intersection(d.key for d in different):
-                return fix_text(edit, told)
+                return fix_text(edit, told, own)
         return None
 
     def _plain(self, change: Change | None) -> Run:
@@ -564,7 +564,12 @@ def _candidates(
         power = 0 if first.kind is None else first.kind.power
         edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
         tried += [(_alike(node, several), edit, node) for edit in edits]
-    rest = [b for b in breaks if b.came_in is not None and b not in made]
+    rest = [b for b in dict.fromkeys(breaks) if b.came_in is not None and b not in made]
+    resized = [b.made_by for b in rest if b.made_by is not None and b.kind and b.kind.power]
+    tried += [(_alike(node, several), "without", node) for node in resized[:1]]
+    equal = tuple(dict.fromkeys(b.equal for b in rest if b.equal is not None))
+    if equal:
+        tried.append((equal, "divided", equal[0]))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
     merges = dict.fromkeys(b.node for b in breaks if b.node.is_merge)
     if merges:  # what an optimizer, or a variable, reduces
@@ -572,6 +577,9 @@ def _candidates(
         tried += [(given, edit, next(iter(merges))) for edit in ("divided", "multiplied")]
     if came_in:
         tried += [(came_in, edit, came_in[0]) for edit in ("averaged", "summed")]
+    if len(rest) == 1:
+        tried += [((x,), "averaged", x) for x in rest[0].suspects[1:]]
+        tried.append((rest[0].suspects, "summed", rest[0].node))
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
     for node in reductions_before(starts)[:2]:
         nodes = _alike(node, several)

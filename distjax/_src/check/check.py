@@ -60,7 +60,6 @@ UNSEEN = frozenset(
         EQUAL_BATCH,
         STATE,
         "each replica trains on its own",
-        "shards reduced again",
         "padded examples counted",
         "replica 0's initial value wins",
         "the same random numbers on every replica",
@@ -307,11 +306,13 @@ class _Check:
         if self._answers:
             alone = TracedStep(self._trial, Options(answers=self._answers))
         self._traced_alone, self._alone = alone, alone.run()
-        different = self._compare(self._several, self._alone)
-        different = without_quotients(different, self._several, self._alone, self._count)
+        different = self._differences(self._several, self._alone)
         found = self._explain(different) if different else []
         found = found or self._with_other_rows(several, alone) or self._once_more(several, alone)
         return [*found, *self._of_rules(is_found=bool(found))]
+
+    def _differences(self, several: Run, alone: Run) -> list[Difference]:
+        return without_quotients(self._compare(several, alone), several, alone, self._count)
 
     def _once_more(self, several: TracedStep, alone: TracedStep) -> list[Finding]:
         """Runs the step once more, with the components that it has left in variables.
@@ -321,8 +322,7 @@ class _Check:
         if not self._trial.advance(self._several, self._alone):
             return []
         self._several, self._alone = several.run(), alone.run()
-        different = self._compare(self._several, self._alone)
-        different = without_quotients(different, self._several, self._alone, self._count)
+        different = self._differences(self._several, self._alone)
         return self._explain(different) if different else []
 
     def _of_rules(self, *, is_found: bool) -> list[Finding]:
@@ -361,8 +361,7 @@ class _Check:
         if change is None:
             return []
         with_masks = several.run(change)
-        one = alone.run(change)
-        different = without_quotients(self._compare(with_masks, one), with_masks, one, self._count)
+        different = self._differences(with_masks, alone.run(change))
         if different:
             return self._explain(different, change)
         fill = _fill_padding(self._arguments.rows, change)

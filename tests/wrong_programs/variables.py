@@ -174,7 +174,7 @@ def _updated(s, w, amount):
     return Case(lambda x: w.assign(w.value - 0.1 * amount(w.value, x)), (inputs(s),))
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
 def old_value_and_a_gradient_in_a_variable_that_sums(s, right):
     return _updated(s, variable(s, MEAN if right else SUM), gradient)
 

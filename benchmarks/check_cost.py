@@ -71,7 +71,8 @@ class _Cnn(nn.Module):
 
 def cnn_batch_norm() -> Step:
     """A convolutional network of linen with batch norms, and momentum."""
-    net, tx = _Cnn(), optax.sgd(0.1, momentum=0.9)
+    net: Any = _Cnn()
+    tx = optax.sgd(0.1, momentum=0.9)
     images, labels = _draw(_ROWS, 8, 8, 3), np.arange(_ROWS) % 10
     init = jax.vmap(lambda x: net.init(jax.random.key(0), x), axis_name=_AXIS)
     variables = init(images[None, :2])

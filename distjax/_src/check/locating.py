@@ -163,15 +163,17 @@ class Locator:
         """Returns where the loss itself breaks the law, of a break in its gradient."""
         if not where.node.is_backward:
             return where
-        wanted = where.node.gradient_line
-        for node in self._order:
-            if node.is_backward or wanted is None or node.gradient_line != wanted:
+        line, found = where.node.gradient_line, list[Break]()
+        for node in self._order if line is not None else ():
+            if node.is_backward or node.gradient_line != line:
                 continue
             if self.kinds(node) == () and all(map(self.kinds, node.inputs)):
                 own = self._break_at(node)
                 if own.came_in is not None and not self._is_rounding(node):
-                    return dataclasses.replace(own, equal=where.equal or own.equal)
-        return where
+                    found.append(own)
+        is_alike = lambda own: (own.equal is None) == (where.equal is None)
+        own = next(filter(is_alike, found), next(iter(found), where))
+        return dataclasses.replace(own, equal=where.equal or own.equal)
 
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""

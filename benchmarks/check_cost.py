@@ -109,7 +109,8 @@ class _Transformer(nn.Module):
 
 
 def _train_state_step(tx: Any) -> Step:
-    net, tokens = _Transformer(), _rng.integers(0, 32, (_ROWS, 9)).astype(np.int32)
+    net: Any = _Transformer()
+    tokens = _rng.integers(0, 32, (_ROWS, 9)).astype(np.int32)
     params = net.init(jax.random.key(0), tokens[:1, :-1])
     state = TrainState.create(apply_fn=net.apply, params=params, tx=tx)
 

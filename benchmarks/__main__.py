@@ -8,6 +8,7 @@ import jax
 
 from benchmarks import (
     analysis_cost,
+    check_cost,
     compile_time,
     dispatch,
     first_call,
@@ -33,6 +34,7 @@ BENCHMARKS = {
         compile_time,
         first_call,
         analysis_cost,
+        check_cost,
         steps_in_flight,
         steps_on_iterator,
         flax_steps,

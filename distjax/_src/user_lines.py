@@ -76,6 +76,19 @@ def source_line(*eqns: JaxprEqn) -> str:
     return find_line(frame for eqn in eqns for frame in frames_of(eqn)) or UNKNOWN
 
 
+def gradient_line(*eqns: JaxprEqn) -> str | None:
+    """Returns the user's line that asked for the gradient which equations are a part of; or None.
+
+    Args:
+      *eqns: the equation, then those that call the inner functions around it, innermost first.
+    """
+    frames = iter([frame for eqn in eqns for frame in frames_of(eqn)])
+    for frame in frames:
+        if frame.is_library and frame.function.rpartition(".")[2] in ("linearize", "vjp"):
+            return find_line(frames)
+    return None
+
+
 def frames_of(eqn: JaxprEqn) -> Iterator[SourceFrame]:
     """Yields the call stack that made an equation, innermost first."""
     traceback = eqn.source_info.traceback

@@ -189,10 +189,13 @@ def distance(program, num_replicas):
     for a, b in zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (out, out_one)), strict=True):
         rows, b = as_rows(a), as_rows(b)[0]
         wholes = [rows.mean(0), rows.sum(0)] if is_leaf(a) else [rows[0]]
-        found.append(
-            min(np.abs(w - b).max() / max(np.abs(w).max(), np.abs(b).max()) for w in wholes)
-        )
+        found.append(min(apart(whole, b) for whole in wholes))
     return max(x if np.isfinite(x) else np.inf for x in found)
+
+
+def apart(a, b):
+    """Returns the largest difference, as a part of the largest number."""
+    return np.abs(a - b).max() / (max(np.abs(a).max(), np.abs(b).max()) or 1)
 
 
 def as_rows(value):

@@ -1,5 +1,7 @@
 """Loops, branches, random numbers and masks: right steps pass, and wrong ones are found."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import distjax as dj
+from distjax.errors import CheckError
 from tests.check.problem import (
     R,
     X,
@@ -352,3 +355,30 @@ def test_of_a_loop_the_line_in_its_body_is_named(strategy):
     step = lambda params, x, y: scanned(params, x, y, lax.psum)
     finding = finding_of(step, params(), *batch_of(strategy), strategy=strategy)
     assert is_at(finding, __file__, "reduces") and "a mean in place of the sum" in finding.text
+
+
+def test_an_nnx_object_that_is_meant_to_differ(strategy):
+    nnx = pytest.importorskip("flax.nnx")
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def step(norm, x):
+        norm(x)
+        return lax.pmean(x.mean(), AXIS)
+
+    with pytest.raises(CheckError, match="BatchNorm.var differs"):
+        dj.check(step, norm, *batch_of(strategy, X), strategy=strategy)
+    own = dj.expect("each replica has statistics of its own", differs=norm)
+    assert is_right(step, own, *batch_of(strategy, X), strategy=strategy)
+
+
+def test_one_number_is_state(strategy):
+    """A small change of it counts, as that of an array does."""
+
+    def step(reduce, scale, x):
+        grad = jax.grad(lambda scale: jnp.mean((scale * x - 1) ** 2))(scale)
+        return scale - 1e-6 * reduce(grad, AXIS)
+
+    args = 100.0, *batch_of(strategy, X)
+    assert is_right(functools.partial(step, lax.pmean), *args, strategy=strategy)
+    found = finding_of(functools.partial(step, lax.psum), *args, strategy=strategy)
+    assert "the result differs" in found.text

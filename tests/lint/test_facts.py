@@ -502,7 +502,8 @@ def test_why_a_value_is_equal_or_not(two):
     def step(w, x):
         grads = gradient(w, x)  # differs here
         seen.update(x)  # the metric
-        return {"own": grads, "all": mean(grads), "old": w * 2}  # results
+        results = {"own": grads, "all": mean(grads), "old": w * 2, "sum": total(grads)}  # results
+        return {**results, "rows": x @ w}
 
     [run] = dj.explain(step, weights(), inputs(two), strategy=two).runs
     why = {name: (letter, text) for name, letter, text in run.why}
@@ -510,6 +511,9 @@ def test_why_a_value_is_equal_or_not(two):
     assert why["['all']"][0] == "M" and why["['all']"][1].startswith("psum at ")
     letter, chain = why["['own']"]
     assert letter == "T" and chain.startswith("x, a value per replica -> ")
+    assert chain.endswith(" (a share, R times too large: their mean is what one replica computes)")
+    assert why["['sum']"][1].endswith(" (R times what one replica computes)")
+    assert why["['rows']"][1].endswith(" (rows of the batch)")
     assert why["variable 'seen/total'"][0] == "T"
 
 

@@ -60,7 +60,6 @@ UNSEEN = frozenset(
         EQUAL_BATCH,
         STATE,
         "each replica trains on its own",
-        "shards reduced again",
         "padded examples counted",
         "replica 0's initial value wins",
         "the same random numbers on every replica",
@@ -307,11 +306,13 @@ class _Check:
         if self._answers:
             alone = TracedStep(self._trial, Options(answers=self._answers))
         self._traced_alone, self._alone = alone, alone.run()
-        different = self._compare(self._several, self._alone)
-        different = without_quotients(different, self._several, self._alone, self._count)
+        different = self._differences(self._several, self._alone)
         found = self._explain(different) if different else []
         found = found or self._with_other_rows(several, alone) or self._once_more(several, alone)
         return [*found, *self._of_rules(is_found=bool(found))]
+
+    def _differences(self, several: Run, alone: Run) -> list[Difference]:
+        return without_quotients(self._compare(several, alone), several, alone, self._count)
 
     def _once_more(self, several: TracedStep, alone: TracedStep) -> list[Finding]:
         """Runs the step once more, with the components that it has left in variables.
@@ -321,8 +322,7 @@ class _Check:
         if not self._trial.advance(self._several, self._alone):
             return []
         self._several, self._alone = several.run(), alone.run()
-        different = self._compare(self._several, self._alone)
-        different = without_quotients(different, self._several, self._alone, self._count)
+        different = self._differences(self._several, self._alone)
         return self._explain(different) if different else []
 
     def _of_rules(self, *, is_found: bool) -> list[Finding]:
@@ -361,8 +361,7 @@ class _Check:
         if change is None:
             return []
         with_masks = several.run(change)
-        one = alone.run(change)
-        different = without_quotients(self._compare(with_masks, one), with_masks, one, self._count)
+        different = self._differences(with_masks, alone.run(change))
         if different:
             return self._explain(different, change)
         fill = _fill_padding(self._arguments.rows, change)
@@ -512,7 +511,7 @@ class _Check:
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
             different = self._compare(traced.run(change, modes), self._plain(change))
             if not keys.intersection(d.key for d in different):
-                return fix_text(edit, told)
+                return fix_text(edit, told, own)
         return None
 
     def _plain(self, change: Change | None) -> Run:
@@ -564,7 +563,12 @@ def _candidates(
         power = 0 if first.kind is None else first.kind.power
         edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
         tried += [(_alike(node, several), edit, node) for edit in edits]
-    rest = [b for b in breaks if b.came_in is not None and b not in made]
+    rest = [b for b in dict.fromkeys(breaks) if b.came_in is not None and b not in made]
+    resized = [b.made_by for b in rest if b.made_by is not None and b.kind and b.kind.power]
+    tried += [(_alike(node, several), "without", node) for node in resized[:1]]
+    equal = tuple(dict.fromkeys(b.equal for b in rest if b.equal is not None))
+    if equal:
+        tried.append((equal, "divided", equal[0]))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
     merges = dict.fromkeys(b.node for b in breaks if b.node.is_merge)
     if merges:  # what an optimizer, or a variable, reduces
@@ -572,6 +576,9 @@ def _candidates(
         tried += [(given, edit, next(iter(merges))) for edit in ("divided", "multiplied")]
     if came_in:
         tried += [(came_in, edit, came_in[0]) for edit in ("averaged", "summed")]
+    if len(rest) == 1:
+        tried += [((x,), "averaged", x) for x in rest[0].suspects[1:]]
+        tried.append((rest[0].suspects, "summed", rest[0].node))
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
     for node in reductions_before(starts)[:2]:
         nodes = _alike(node, several)

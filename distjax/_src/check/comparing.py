@@ -55,7 +55,11 @@ class Comparison:
     """
 
     def __init__(self, args: Sequence[PyTree], tolerance: float | None, *, stacks: bool = False):
-        self._args, self._tolerance, self._stacks = args, tolerance, stacks
+        self._meant: dict[int, tuple[Any, str]] = {}  # what `dj.expect` allows to differ
+        self._args, _ = without_expectations(tuple(args), {}, self._meant)
+        lone = map(numbers, filter(_is_lone_number, self._args))
+        self._numbers = [x for x in lone if jnp.issubdtype(x.dtype, jnp.floating)]
+        self._tolerance, self._stacks = tolerance, stacks
 
     def differences(self, several: Run, alone: Run) -> list[Difference]:
         """Returns what differs."""
@@ -63,15 +67,15 @@ class Comparison:
         if self._stacks:  # as the results are
             stacked = lambda x: x.stacked if isinstance(x, PerReplica) else x
             args = jax.tree.map(stacked, args, is_leaf=is_per_replica)
-        before, expected = state_before(args, several.result)
+        before = state_before(args, several.result)
         if self._stacks:
             before = {key: x[0] for key, x in before.items() if np.ndim(x)}
         found = []
         for key, value in several.values.items():
-            if key in expected:
-                value.tags |= {"dj.expect"}
             if value.before is None and key in before:
                 value.before = before[key]
+            if id(value.before) in self._meant:
+                value.tags |= {"dj.expect"}
             found += self._compare(key, value, alone.values.get(key))
         return found
 
@@ -88,9 +92,12 @@ class Comparison:
         is_low = dtype in (jnp.bfloat16, jnp.float16)  # 4 roundings, of the larger of the two
         rounding = 4 * float(jnp.finfo(dtype).eps) if is_low else 0.0
         if not value.varying:
-            factor = self.factor(ours, theirs, before, rounding)
-            if factor is not None:
-                yield Difference(key, value, "differs", factor)
+            lone = self._numbers if before is None and ours.ndim == 0 else ()
+            for old in (before, *lone):  # one number may be state, too
+                factor = self.factor(ours, theirs, old, rounding)
+                if factor is not None:
+                    yield Difference(key, value, "differs", factor)
+                    break
         elif before is not None and before.shape == ours.shape[1:]:  # state
             if any(self.factor(row, ours[0], before, rounding) is not None for row in ours[1:]):
                 yield Difference(key, value, APART)
@@ -227,21 +234,17 @@ def _rms(x: np.ndarray) -> float:
 # -- results that are new state ---------------------------------------------------
 
 
-def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any], set[str]]:
+def state_before(args: Sequence[PyTree], result: PyTree) -> dict[str, Any]:
     """Returns the former values of results that are arguments, updated, by path.
 
-    An argument comes back if the result, or a part of it, has its structure and shapes. And the
-    paths of those that `dj.expect` allows to come back different.
+    An argument comes back if the result, or a part of it, has its structure and shapes.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_per_replica)
     found: dict[str, Any] = {}
-    meant: dict[int, tuple[Any, str]] = {}
-    (*given,), _ = without_expectations(tuple(args), {}, meant)
-    expected, taken = set[str](), set[int]()
-    for arg in given:
+    taken = set[int]()
+    for arg in args:
         leaves, form = jax.tree.flatten(arg, is_leaf=is_per_replica)
-        is_lone_number = len(leaves) == 1 and leaves[0] is arg and np.shape(arg) == ()
-        if not leaves or is_lone_number or all(isinstance(x, PerReplica) for x in leaves):
+        if not leaves or _is_lone_number(arg) or all(isinstance(x, PerReplica) for x in leaves):
             continue
         for start, part in _parts(treedef):
             numbers_of_leaves = range(start, start + part.num_leaves)
@@ -253,12 +256,17 @@ def state_before(args: Sequence[PyTree], result: PyTree) -> tuple[dict[str, Any]
             taken.update(numbers_of_leaves)
             for (path, _), before in zip(own, leaves, strict=True):
                 key = jax.tree_util.keystr(path)
-                if id(before) in meant:
-                    expected.add(key)
                 if hasattr(before, "dtype") and not isinstance(before, PerReplica):
                     found[key] = before
             break
-    return found, expected
+    return found
+
+
+def _is_lone_number(arg: PyTree) -> bool:
+    """Returns whether an argument is one number: that may be state, or a rate."""
+    leaves = jax.tree.leaves(arg)
+    is_one = len(leaves) == 1 and leaves[0] is arg and np.shape(arg) == ()
+    return is_one and not jax_compat.is_key_dtype(getattr(arg, "dtype", None))
 
 
 def _parts(treedef: jax.tree_util.PyTreeDef, start: int = 0) -> Iterator[tuple[int, Any]]:

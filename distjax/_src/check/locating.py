@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distjax._src.check.comparing import joined_axis, largest_change, numbers
-from distjax._src.check.replay import Node
+from distjax._src.check.replay import ADDS, Node
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
 #: How much of the largest element is rounding.
@@ -47,6 +47,8 @@ class Break:
     Attributes:
       node: the result that is none of the kinds, or of the wrong size.
       came_in: the operand that is to blame; None: none is.
+      suspects: all operands that may be.
+      equal: what is equal on all replicas, and added to a share, there or in the gradient.
       kind: what this operand is.
       made_by: what computed it: a reduction, if there is one.
     """
@@ -55,6 +57,8 @@ class Break:
     came_in: Node | None
     kind: Kind | None
     made_by: Node | None
+    suspects: tuple[Node, ...] = ()
+    equal: Node | None = None
 
 
 class Locator:
@@ -135,8 +139,12 @@ class Locator:
             if kinds:
                 made_by = self._origin(node, kinds)
                 wrong = [k for k in kinds if not k.is_right]
-                if len(wrong) == len(kinds):
+                if len(wrong) < len(kinds):
+                    continue
+                if _is_off(kinds[0]):
                     found[made_by] = Break(made_by, node, kinds[0], made_by)
+                else:  # a share, or rows, where it must be equal
+                    found[node] = Break(node, node, kinds[0], made_by)
                 continue
             broken = [x for x in node.inputs if self.kinds(x) == ()]
             if kinds is None:  # a key, or what one replica does not compute
@@ -147,8 +155,25 @@ class Locator:
                 is_rounded = True
             else:
                 found[node] = self._break_at(node)
+        found = {b.node: b for b in map(self._in_forward_pass, found.values())}
         breaks = sorted(found.values(), key=lambda b: self._order.get(b.node, len(self._order)))
         return breaks, is_rounded and not breaks
+
+    def _in_forward_pass(self, where: Break) -> Break:
+        """Returns where the loss itself breaks the law, of a break in its gradient."""
+        if not where.node.is_backward:
+            return where
+        line, found = where.node.gradient_line, list[Break]()
+        for node in self._order if line is not None else ():
+            if node.is_backward or node.gradient_line != line:
+                continue
+            if self.kinds(node) == () and all(map(self.kinds, node.inputs)):
+                own = self._break_at(node)
+                if own.came_in is not None and not self._is_rounding(node):
+                    found.append(own)
+        is_alike = lambda own: (own.equal is None) == (where.equal is None)
+        own = next(filter(is_alike, found), next(iter(found), where))
+        return dataclasses.replace(own, equal=where.equal or own.equal)
 
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
@@ -172,7 +197,10 @@ class Locator:
         if not suspects:
             return Break(node, None, None, None)
         _, _, came_in, kind = min(suspects, key=lambda s: s[:2])
-        return Break(node, came_in, kind, self._origin(came_in, (kind,)))
+        others = tuple(x for _, _, x, _ in sorted(suspects, key=lambda s: s[:2]))
+        equal = next((x for x in node.inputs if x not in others), None)
+        equal = equal if node.name in ADDS and kind.form == SHARE else None
+        return Break(node, came_in, kind, self._origin(came_in, (kind,)), others, equal)
 
     def _origin(self, node: Node, kinds: Sequence[Kind]) -> Node:
         """Returns what made a value such: the reduction behind it, or the value itself."""

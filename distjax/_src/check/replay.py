@@ -12,6 +12,7 @@ To find a line, all values are kept, each with the values that it is computed fr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,9 @@ CALLBACKS = frozenset("debug_callback debug_print io_callback pure_callback".spl
 #: What runs code some number of times.
 _LOOPS = frozenset(("scan", "while", "cond"))
 #: Primitives whose result is their operand, elsewhere or in another form.
-_UNCHANGED = frozenset(("sharding_constraint", "convert_element_type", "squeeze", "copy"))
+_UNCHANGED = frozenset(
+    "sharding_constraint convert_element_type squeeze copy broadcast_in_dim reshape".split()
+)
 #: The user's line, the primitive, and which one of these it is.
 Place = tuple[str, str, int]
 #: Why a value may differ between R replicas and one: the user's words for it.
@@ -60,6 +63,7 @@ class Node:
       is_reduction: whether it is a collective over the replicas, or a merge.
       literals: the numbers of the code among its operands.
       varying: whether `value` is [R, ...].
+      eqns: the equation that computes it, then those that call the functions around it.
       index: of a branch, the number of the one that is taken, of which each computes an input.
       value: the value, once the step has run; None for a PRNG key.
     """
@@ -69,6 +73,7 @@ class Node:
     is_reduction: bool = False
     varying: bool = True
     literals: tuple[Any, ...] = ()
+    eqns: tuple[JaxprEqn, ...] = ()
     index: Node | None = None
     value: Any = None
 
@@ -88,6 +93,21 @@ class Node:
         """The user's line."""
         return self.place[0][0]
 
+    @functools.cached_property
+    def gradient_line(self) -> str | None:
+        """The user's line that asked for the gradient of which it is a part; None: of none."""
+        return user_lines.gradient_line(*self.eqns)
+
+    @functools.cached_property
+    def is_backward(self) -> bool:
+        """Whether it is computed in the backward pass of a gradient."""
+        return any("transpose(" in str(eqn.source_info.name_stack) for eqn in self.eqns)
+
+    @property
+    def told(self) -> str:
+        """The line to tell of as its maker: of a gradient, where that was asked for."""
+        return (self.gradient_line if self.is_backward else None) or self.line
+
     @property
     def name(self) -> str:
         """The primitive."""
@@ -98,6 +118,8 @@ class Node:
 #: it says how: the number of one of `EDITS`.
 Edits = Mapping[tuple[Place, int], int]
 EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
+#: Primitives that add.
+ADDS = frozenset(("add", "sub", "add_any"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +281,13 @@ class _RecordingEmitter(JaxprEmitter):
         self._recording = recording
         self.expected = current_reason()  # of the whole run
 
+    def needed(self, eqns: list[JaxprEqn], outs: Sequence[Any]) -> list[JaxprEqn]:
+        """Returns all where values are kept: a loss has a line though only its gradient counts."""
+        needed = super().needed(eqns, outs)
+        known = set(map(id, needed))
+        drops_draws = any(_draws(eqn) for eqn in eqns if id(eqn) not in known)
+        return eqns if self._recording.keeps and not drops_draws else needed
+
     def map_segment(
         self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]
     ) -> list[Any]:
@@ -344,6 +373,13 @@ def _first_turn(eqn: JaxprEqn, ins: list[Any]) -> tuple[Jaxpr, list[Any], list[A
     shared, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
     at = -1 if eqn.params["reverse"] else 0
     return code, consts, [*shared, *carry, *((x[at], node) for x, node in xs)]
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation draws, or calls the host."""
+    if eqn.primitive.name in DRAWS | CALLBACKS:
+        return True
+    return any(_draws(inner) for code in jax_compat.sub_jaxprs(eqn) for inner in code.eqns)
 
 
 def _answers(jaxpr: Jaxpr) -> bool:
@@ -542,7 +578,8 @@ class _Evaluator(OneDevice):
             if number is not None:
                 out = self._as_edited(number, i, out, values)
                 self._edits_inside.setdefault(id(eqn), {})[i] = number
-            node = Node((place, i), inputs, is_reduction, literals=literals)
+            around = (eqn, *reversed(outer))
+            node = Node((place, i), inputs, is_reduction, literals=literals, eqns=around)
             kept.add(node, out)
             found.append((out, node))
         if eqn.primitive.name in CALLBACKS and outs and recording.given_answers is None:

@@ -23,15 +23,29 @@ _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
 _LEVELS = ("error", "warning", "note")
 
 
-def fix_text(edit: str, node: Node) -> str:
-    """Returns a fix that was tried with success, in words."""
+def fix_text(edit: str, node: Node, nodes: Sequence[Node] = ()) -> str:
+    """Returns a fix that was tried with success, in words.
+
+    Args:
+      edit: one of `replay.EDITS`.
+      node: the value whose line is told.
+      nodes: all values that are edited.
+    """
     line = node.line
+    what = f"what {node.told} computes" + ("" if node.is_backward else f" ({node.name})")
+    if len(nodes) > 1 and node not in nodes:
+        what = f"each operand of the {node.name} at {line}"
+    if edit == "divided" and not node.is_reduction:
+        return (
+            f"(...) / ctx.num_replicas_in_sync of the term that {line} adds, which is equal on "
+            "all replicas; or the term added after the sum over the replicas"
+        )
     return {
         "divided": f"a mean in place of the sum at {line}: {_MEANS}",
         "multiplied": f"a sum in place of the mean at {line}: {_SUMS}",
         "without": f"no {node.name} at {line}: its operand as it is",
-        "averaged": f"the mean over the replicas of what {line} computes: {_MEANS}",
-        "summed": f"the sum over the replicas of what {line} computes: {_SUMS}",
+        "averaged": f"the mean over the replicas of {what}: {_MEANS}",
+        "summed": f"the sum over the replicas of {what}: {_SUMS}",
     }[edit]
 
 
@@ -107,11 +121,24 @@ def _line_of(where: Break | None) -> tuple[str, list[str]]:
     made = where.made_by
     first = node.line
     lines.append(f"the first line whose result is not that of one replica: {node.line}")
-    if where.kind is not None and where.came_in is not None and where.came_in is not node:
-        lines.append(f"it takes {_kind_text(where.kind)}")
-    if made is not None and made is not node:
-        lines.append(f"made by {made.name} at {made.line}")
-        first = made.line if made.is_reduction else first
+    kind = where.kind
+    if kind is None or made is None:
+        return first, lines
+    if kind.form == EQUAL or made.is_reduction:
+        if where.came_in is not node:
+            lines.append(f"it takes {_kind_text(kind)}")
+        if made is not node:
+            lines.append(f"made by {made.name} at {made.line}")
+        first = first if made.line == UNKNOWN else made.line
+    elif where.equal is not None:
+        lines.append(
+            "it adds a value that is equal on all replicas to each replica's own share of "
+            "a sum, which counts it R times"
+        )
+    elif made.told != node.line:
+        lines.append(f"nothing reduces {_kind_text(kind)} between {made.told} and this line")
+    else:
+        lines.append(f"it takes {_kind_text(kind)}")
     return first, lines
 
 

@@ -304,10 +304,6 @@ class Trial:
             self._components.update(((v, count), x) for v, x in run.components.items())
         return bool(self._components)
 
-    def run(self, options: Options) -> Run:
-        """Traces the step, evaluates it, and returns what came out."""
-        return TracedStep(self, options).run()
-
     def value_of(self, variable: Variable, count: int) -> Any:
         """Returns what the variable holds, for so many replicas."""
         if (variable, count) in self._components:

@@ -113,7 +113,7 @@ def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[F
         return [*found, *outs[len(found) :]]
     op, first, last = merge.reduces
     for x in ins[first:last]:
-        findings.find_unfit_gradients(walk, op, eqn, x.without("scattered"))
+        findings.find_unfit_gradients(walk, op, eqn, x)
     return outs
 
 

@@ -67,14 +67,6 @@ def _line(site: Site) -> str:
 #: Values without a meaningful sum or mean, by the tag of their facts: the rule's name, what a
 #: reduction needs, what came, why, and the fix.
 UNREDUCIBLE = {
-    "scattered": (
-        "shards reduced again",
-        "the same elements on every replica",
-        "a second reduction of shards (each replica holds another, already reduced),",
-        "rows of different replicas are mixed",
-        "dj.flax.apply_gradients(optimizer, model, grads) of the gradients as they are: it "
-        "reduces what is not reduced yet",
-    ),
     "clipped": (
         "clipped before the reduction",
         "gradients as they are, to clip or normalize afterwards",
@@ -243,19 +235,6 @@ def written_variable(walk: FactWalk, site: Site) -> Variable | None:
     return walk.written.get(int(found[1])) if found else None
 
 
-def find_dropped_updates(walk: FactWalk, site: Site, variable: Variable) -> None:
-    """Reports an update of which only replica 0's is used."""
-    find(
-        walk,
-        "updates of other replicas dropped",
-        [site],
-        needs=f"trainable variable {variable.name!r} needs updates of all replicas",
-        got="a value that differs, with aggregation ONLY_FIRST_REPLICA",
-        why="R - 1 of R replicas compute an update that nobody uses",
-        fix="aggregation=dj.VariableAggregation.MEAN; or reduce the value first",
-    )
-
-
 def find_local_training(walk: FactWalk, variable: Variable, grad: Site) -> None:
     """Reports gradients that are written to a component of each replica's own."""
     find(
@@ -267,21 +246,6 @@ def find_local_training(walk: FactWalk, variable: Variable, grad: Site) -> None:
         why="each component learns from its replica's examples alone",
         fix="synchronization=dj.VariableSynchronization.ON_WRITE; for training apart that "
         "is averaged later: with dj.expect(reason)",
-    )
-
-
-def find_old_value_summed(walk: FactWalk, site: Site, variable: Variable) -> None:
-    """Reports a sum over the replicas of the value that the variable already has."""
-    find(
-        walk,
-        "the old value summed",
-        [site],
-        needs=f"variable {variable.name!r}, which sums over the replicas, needs each replica's own "
-        "part",
-        got="its old value, in what every replica writes",
-        why="the sum over the replicas holds the old value R times",
-        fix="v.assign_add(part), where parts are added up; or "
-        "aggregation=dj.VariableAggregation.MEAN, where a new value is computed",
     )
 
 

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from distjax._src import hooks, jax_compat
 from distjax._src.context.expectation import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
@@ -25,7 +27,8 @@ from distjax._src.lint.examine import (
 )
 from distjax._src.lint.facts import EQUAL, Fact, Site
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
-from distjax._src.replica.run import TracedRun
+from distjax._src.replica.global_value import GlobalValue
+from distjax._src.replica.run import Given, TracedRun
 from distjax._src.typing import PyTree
 from distjax._src.variables.state import variable_p
 from distjax.errors import DivergenceError
@@ -101,12 +104,29 @@ def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
     named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
     reasons = Reasons(traced.jaxpr, env, run.topology.axis_name, given.paths)
     outs = zip(named, traced.jaxpr.outvars, (*run.results, *run.finals), strict=False)
-    why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
+    why = [
+        (name, x.varying, reasons.explain(atom, x.varying) + _dependence(env, atom, x, given))
+        for name, atom, x in outs
+    ]
     hooks.tell(hooks.on_proved, run, why)
     if run.topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
         with contextlib.suppress(DivergenceError):
             varying = [env[v].differs for v in traced.jaxpr.invars]
             hooks.tell(hooks.on_segment, traced.jaxpr, varying, run.topology)
+
+
+def _dependence(env: Mapping[Any, Fact], atom: Var | Literal, x: GlobalValue, given: Given) -> str:
+    """Returns what a value is to that of one replica with the whole batch; "": not known."""
+    fact = EQUAL if isinstance(atom, Literal) else env[atom]
+    if fact.find("share"):
+        return " (a share: their sum is what one replica computes)"
+    if fact.find("mean") or fact.find("times_R"):
+        told = "a share, R times too large: their mean is" if fact.differs else "R times"
+        return f" ({told} what one replica computes)"
+    own = {v.array.shape[1] for v in given.values if v.varying and v.array.ndim > 1}
+    equal = {n for v in given.values if not v.varying for n in jnp.shape(v.array)}
+    is_rows = x.varying and x.array.ndim > 1 and x.array.shape[1] in own - equal - {1}
+    return " (rows of the batch)" if is_rows else ""
 
 
 # -- why a value is equal on every replica or not --------------------------------

@@ -5,16 +5,14 @@ Tags; most hold the site where they originated:
 - of values that differ: `mean` (the gradient of a mean over this replica's batch), `share` (sums to
   the mean over all replicas), `ratio` (a total over a local count), `grad` (part of the backward
   pass), `size` (computed of squares of gradients), `clipped` (a gradient, by such a size or by
-  value), `component` (of a variable), `data` (selected by a predicate that differs), `scattered` (a
-  replica's shard of a sum), `repeated` (beside `mean`: the derivative of a sum over the replicas,
-  which is one too, so each part is R times as large);
+  value), `component` (of a variable), `repeated` (beside `mean`: the derivative of a sum over the
+  replicas, which is one too, so each part is R times as large);
 - of equal values: `reduced` (how, and where), `whole` (a sum of shares), `times_R` (a sum of R
   equal parts), `gradient` (a sum or mean of gradients), `random` (bits from an equal key),
   `divisor` (the number that a constant was divided by), `over_R` (a constant over the number of
   replicas);
 - of both: `total` (a sum over a batch: its size, its number of axes, and where), `base` (the
-  argument or variable that it updates), `old` (the value of the variable of that serial number,
-  which sums; parts may have been added to it).
+  argument or variable that it updates).
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
 
 def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without("old", *UNTIL_DIVIDED)
+    site, rest = walk.site(eqn), x.without(*UNTIL_DIVIDED)
     made, times, whole = x.find("reduced"), x.find("times_R"), x.find("whole")
     if x.differs or not (made or times):
         return rest
@@ -121,8 +119,6 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
-        if x.find("data") and x.find("grad") and variable.trainable:
-            findings.find_dropped_updates(walk, site, variable)
         return _as_written(x._replace(differs=False))
     if x.differs:
         findings.find_unreducible(walk, site, x)
@@ -136,9 +132,7 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact)
             findings.find_times_r(walk, ("derivative", x.find("repeated"), site), variable)
         share = x.find("share")
         return EQUAL.having(whole=share, reduced=("summed", site)) if share else _as_written(x)
-    if x.find("old") == variable.serial_number:
-        findings.find_old_value_summed(walk, site, variable)
-    elif x.differs and x.find("mean"):
+    if x.differs and x.find("mean"):
         findings.find_times_r(walk, ("mean", x.find("mean"), site), variable)
     elif made is not None and not x.differs and x.find("gradient"):
         findings.find_times_r(walk, (*made, site), variable)
@@ -225,7 +219,7 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
 
     Or if the line names the number of replicas; any other number is a weight or a rate.
     """
-    count, x = walk.num_replicas, x.without("old")
+    count = walk.num_replicas
     is_tagged = any(x.find(name) for name in UNTIL_DIVIDED)
     is_named = is_tagged and findings.names_replicas(walk.site(eqn))
     if is_close(factor, 1 / count):
@@ -257,7 +251,7 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
-        own = own.without("old") if is_transposed else own.without("old", "total")
+        own = own if is_transposed else own.without("total")
         return Fact(True, None, own.tags | other.only("grad", "gradient", *SCALES).tags)
     kept = (*REDUCED, "random", "grad", *SCALES)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
@@ -314,23 +308,13 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
         return x.only("grad", *SCALES)
     if is_multiple(number, walk.num_replicas) and not (is_transposed or walk.is_alone):
         is_plain = is_close(number, walk.num_replicas)  # else the mean of k microbatches, too
-        return divide_by_replicas(walk, eqn, x) if is_plain else x.without("old", *UNTIL_DIVIDED)
+        return divide_by_replicas(walk, eqn, x) if is_plain else x.without(*UNTIL_DIVIDED)
     return _scaled(walk, eqn, x, 1 / number)
 
 
 def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum or difference."""
-    out, (a, b) = _sum(walk, eqn, ins), ins
-    is_negative = eqn.primitive.name == "sub"
-    old = a if _is_part(b) else b if _is_part(a) and not is_negative else EQUAL
-    tags = frozenset(pair for pair in out.tags if pair[0] != "old") | old.only("old").tags
-    return [out._replace(tags=tags)]
-
-
-def _is_part(x: Fact) -> bool:
-    """Returns whether a value is known to be added to state, and is not computed from state."""
-    made = x.number is not None or any(map(x.find, ("grad", *SCALES, *REDUCED)))
-    return made and not x.find("base")
+    return [_sum(walk, eqn, ins)]
 
 
 def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
@@ -414,9 +398,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     out = Fact(any(x.differs for x in ins), None, tags)
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
-        out = out.without("base", "old")
-    if which.differs and any(c.differs for c in cases):
-        out = out.having(data=walk.site(eqn))
+        out = out.without("base")
     random = None if out.differs else which.find("random")
     return [out.having(random=random) if random else out]
 
@@ -454,8 +436,7 @@ def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if len(eqn.outvars) > 1:  # one operand per output, as in an optimization barrier
         return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
     rest = unknown(ins[1:])
-    kept = ins[0].without("old") if rest.differs else ins[0]
-    return [kept._replace(differs=ins[0].differs or rest.differs)]
+    return [ins[0]._replace(differs=ins[0].differs or rest.differs)]
 
 
 def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -578,9 +559,7 @@ def _variable(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     variable = eqn.params["variable"]()
     if variable.policy.stacked:
         return [DIFFERS.having(component=variable.name)]
-    out = EQUAL.having(base=f"variable {variable.name}")
-    is_sum = variable.aggregation.name == "SUM"
-    return [out.having(old=variable.serial_number) if is_sum else out]
+    return [EQUAL.having(base=f"variable {variable.name}")]
 
 
 def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -593,7 +572,7 @@ def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
         return [unknown(ins)]
     # As the transpose of a gather, it sums the cotangents of all replicas' means or shares.
     kept = ("grad", *SCALES) if walk.is_transposed(eqn) else ("grad",)
-    return [ins[0].only(*kept)._replace(differs=True).having(scattered=walk.site(eqn))]
+    return [ins[0].only(*kept)._replace(differs=True)]
 
 
 def _named(rule: Rule, names: str) -> dict[str, Rule]:

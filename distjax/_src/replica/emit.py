@@ -95,7 +95,7 @@ class JaxprEmitter:
         outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]
         if self.topology.mesh is not None:
             _require_no_ref(eqns, outs)
-        eqns = jax_compat.live_equations(eqns, outs)
+        eqns = self.needed(eqns, outs)
         made = {v for eqn in eqns for v in eqn.outvars}
         used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
         ins = list(dict.fromkeys(v for v in used if v not in made))
@@ -110,6 +110,10 @@ class JaxprEmitter:
         values = self.map_segment(part, [env[v] for v in ins], flags)
         values = [_as_traced(x, v) for x, v in zip(values, outs, strict=True)]
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
+
+    def needed(self, eqns: list[JaxprEqn], outs: Sequence[Any]) -> list[JaxprEqn]:
+        """Returns the equations that are evaluated: those that results, or effects, need."""
+        return jax_compat.live_equations(eqns, outs)
 
     def map_segment(
         self, part: Jaxpr, ins: Sequence[GlobalValue], flags: Sequence[bool]

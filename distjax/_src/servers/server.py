@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,18 +21,16 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax._src import jax_compat
 from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import copied, transfer, transfer_each
 from distjax._src.servers.plan import (
-    Given,
-    Programs,
+    Executable,
+    OnceEach,
     Push,
     as_view,
-    compile_traced,
     place,
     raises_for_values,
     struct_of,
@@ -286,7 +283,7 @@ class Server(ParameterServer):
         self._applied = Applied()
         self._sizes: dict[str, int] = {}  # bytes, by key
         self._is_new = True  # a process that has never had variables learns them in a restore
-        self._programs = Programs()
+        self._programs = OnceEach[Executable]()
         self._copy = jax.jit(_copies)  # one call for all values of a pull
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
         self._compiling = threading.Lock()
@@ -364,29 +361,24 @@ class Server(ParameterServer):
 
     # -- closures -------------------------------------------------------------
 
-    def compile(self, push: Push, operands: Sequence[Given] = ()) -> None:
-        """Compiles the program of a push beforehand, since a push that compiles holds up others.
-
-        Args:
-          push: the push.
-          operands: those of the worker: a numpy array is one here too.
-        """
-        held = self._structs(push.takes)
-        avals = push.program.avals[len(held) :]
-        arrays = [
-            x if isinstance(x, np.ndarray) else struct_of(aval, self._here)
-            for x, aval in itertools.zip_longest(operands, avals)
-        ]
-        with self._compiling, jax.default_device(self.device):
-            args = [*held, *arrays]
-            compile_traced(self._programs.trace(push.program, args, _donated(push)))
+    def compile(self, push: Push) -> Executable:
+        """Returns the program of a push; one that compiles in a push would hold up all others."""
+        replaced = tuple(i for i, key in enumerate(push.takes) if key in push.writes)
+        donated = () if raises_for_values() else replaced  # raised afterwards: they must be there
+        ins = [self._here] * len(push.program.avals)
+        outs = [self._here] * (len(push.writes) + len(push.answers) + 1)
+        make = lambda: Executable(push.program, ins, outs, donated)
+        return self._programs.get(push.program, donated, make)
 
     def compile_pull(self, keys: Sequence[str], home: Topology) -> None:
         """Compiles what `pull` runs."""
-        held = self._structs(keys) if self.device in home.devices else ()
-        if held:
-            with self._compiling:
-                self._copy.trace(*held).lower().compile()
+        if not keys or self.device not in home.devices:
+            return
+        with self._lock:
+            avals = map(jax_compat.aval_of, self._require(keys))
+            held = [struct_of(aval, self._here) for aval in avals]
+        with self._compiling:
+            self._copy.trace(*held).lower().compile()
 
     def push(
         self,
@@ -421,9 +413,7 @@ class Server(ParameterServer):
                 return earlier
             if before is not None:
                 self._call(before)
-            with jax.default_device(self.device):  # else it is compiled for each worker's
-                args = [*values, *arrays]
-                results, token = self._programs.run(push.program, args, _donated(push))
+            results, token = self.compile(push).run([*values, *arrays])
             num_writes = len(push.writes)
             new_values, answers = results[:num_writes], results[num_writes:]
             self._bytes_pushed += sum(x.nbytes for x in arrays)
@@ -497,11 +487,6 @@ class Server(ParameterServer):
                 self.number, "no variable of that key: it was made after the snapshot"
             ) from None
 
-    def _structs(self, keys: Iterable[str]) -> list[jax.ShapeDtypeStruct]:
-        """Returns what stands for values in a compilation; takes the lock."""
-        with self._lock:
-            return [struct_of(jax_compat.aval_of(x), self._here) for x in self._require(keys)]
-
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), self._here)
@@ -509,8 +494,3 @@ class Server(ParameterServer):
 
 def _copies(*values: jax.Array) -> list[jax.Array]:
     return [jnp.array(value, copy=True) for value in values]
-
-
-def _donated(push: Push) -> tuple[int, ...]:
-    """Returns the argument numbers of the values that a push replaces."""
-    return tuple(i for i, key in enumerate(push.takes) if key in push.writes)

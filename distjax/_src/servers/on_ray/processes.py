@@ -14,14 +14,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 
 import distjax
 from distjax._src.servers.board import end_all
-from distjax._src.servers.engine import WorkerDied
 from distjax.errors import ClusterError, message, require
 
 if TYPE_CHECKING:
@@ -271,7 +270,9 @@ class RayProcess:
       num_failures: how many before it, in a row, have not started.
 
     Attributes:
-      in_hand: the attempts sent to it that have not ended, in order.
+      servers: the servers that it was told.
+      plans: the numbers of the plans that it was sent.
+      data: the numbers of the datasets that it reads.
       info: its description of itself; None while it starts.
       error: why it cannot be used.
     """
@@ -280,7 +281,10 @@ class RayProcess:
         self, name: str, actor: ActorHandle[Any], num_devices: int = 1, num_failures: int = 0
     ):
         self.name, self.actor, self.num_failures = name, actor, num_failures
-        self.in_hand: list[object] = []
+        self.servers: Sequence[ActorHandle[Any]] = ()
+        self.plans: set[int] = set()
+        self.data: set[int] = set()
+        self._is_blamed = False
         self.info: ProcessInfo | None = None
         self.error: ClusterError | None = None
         self._num_devices = num_devices
@@ -332,6 +336,14 @@ class RayProcess:
         self.info = info
         return True
 
+    def blame(self) -> bool:
+        """Returns whether its death counts against the attempt that finds it dead.
+
+        That is the oldest in hand, which may have killed it; the others had not begun.
+        """
+        is_first, self._is_blamed = not self._is_blamed, True
+        return is_first
+
     def require_start(self) -> ProcessInfo:
         """Returns its description once it has started; raises a ClusterError if it does not."""
         require(
@@ -348,10 +360,6 @@ class RayProcess:
 
 
 # -- workers ------------------------------------------------------------------
-
-# Closures are sent to a worker while it has another one in hand. Of those that a process had when
-# it died, the first may have killed it; the others had not begun, and the death does not count
-# against them.
 
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
@@ -422,12 +430,10 @@ class RayWorkers:
         if process is not None and ray.is_initialized():
             ray.kill(process.actor)
 
-    def replace_dead(
-        self, worker: int, process: RayProcess, attempt: object, error: Exception
-    ) -> WorkerDied:
-        """Replaces a process that died; returns the error for an attempt it had in hand."""
+    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
+        """Replaces a process that died; returns why it did."""
         self._replace(worker, process, 0)
-        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
+        return ends_of(error)
 
     def _make(self, worker: int, num_failures: int = 0) -> RayProcess:
         actor, count = self._make_actor(), self._num_devices
@@ -441,10 +447,6 @@ class RayWorkers:
             if self._processes.get(worker) is process:  # else another thread has replaced it
                 ray.kill(process.actor)  # in case it is only unreachable
                 self._make(worker, num_failures)
-
-    def actors(self) -> list[ActorHandle[Any]]:
-        """Returns the current processes."""
-        return [process.actor for process in tuple(self._processes.values())]
 
     @property
     def platforms(self) -> set[str]:

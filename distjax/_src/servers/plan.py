@@ -98,7 +98,6 @@ class StepPlan:
       owners: key of every variable used -> the number of its server.
       kept: storage of variables, which keeps their values on the servers while the plan lives.
       varying: slots with a row for each replica of a worker; the others hold one value for all.
-      argument_names: of the flat arguments, in the user's words.
     """
 
     name: str
@@ -110,7 +109,6 @@ class StepPlan:
     owners: Mapping[str, int]
     kept: tuple[StoredArray, ...] = ()
     varying: frozenset[int] = frozenset()
-    argument_names: tuple[str, ...] = ()
 
 
 def writes(stage: Stage) -> bool:

@@ -147,7 +147,7 @@ class RayEngine(Engine):
         return elements
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        return self.workers.prepare(worker, is_wanted)
+        return self.workers.prepare(worker, is_wanted) is not None
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
@@ -465,12 +465,6 @@ class RemoteElements(NumberedElements):
             if isinstance(element, Failed):
                 raise element.error
             return element, arrays
-
-    def state(self) -> None:
-        """Returns None: whoever draws an element by its number finds it."""
-
-    def seek(self, index: int, state: object = None) -> None:
-        """Does nothing: see `state`."""
 
 
 class _DrawnElement:

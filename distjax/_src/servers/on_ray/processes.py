@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import importlib
+import itertools
 import os
 import pathlib
 import secrets
@@ -267,26 +268,21 @@ class RayProcess:
       name: its name in errors.
       actor: the process.
       num_devices: how many devices it needs.
-      num_failures: how many before it, in a row, have not started.
 
     Attributes:
       servers: the servers that it was told.
       plans: the numbers of the plans that it was sent.
       data: the numbers of the datasets that it reads.
       info: its description of itself; None while it starts.
-      error: why it cannot be used.
     """
 
-    def __init__(
-        self, name: str, actor: ActorHandle[Any], num_devices: int = 1, num_failures: int = 0
-    ):
-        self.name, self.actor, self.num_failures = name, actor, num_failures
+    def __init__(self, name: str, actor: ActorHandle[Any], num_devices: int = 1):
+        self.name, self.actor = name, actor
         self.servers: Sequence[ActorHandle[Any]] = ()
         self.plans: set[int] = set()
         self.data: set[int] = set()
         self._is_blamed = False
         self.info: ProcessInfo | None = None
-        self.error: ClusterError | None = None
         self._num_devices = num_devices
         self._answer: Any = actor.describe_process.remote()
 
@@ -384,36 +380,34 @@ class RayWorkers:
     def begin(self, worker: int) -> RayProcess:
         """Returns the process of a worker, which may still be starting."""
         with self._lock:
-            return self._processes.get(worker) or self._make(worker)
+            if worker not in self._processes:
+                actor = self._make_actor()
+                process = RayProcess(f"worker {worker}", actor, self._num_devices)
+                self._processes[worker] = process
+            return self._processes[worker]
 
-    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker has a process; waits for it while it is wanted."""
-        while True:
-            process = self.begin(worker)
-            if process.error is not None:
-                return True
-            try:
-                if process.wait(_LOOK_SECONDS):
-                    return True
-                if not is_wanted():
-                    return False
-            except ClusterError as error:
-                if process.num_failures + 1 < self._max_failures:
-                    self._replace(worker, process, process.num_failures + 1)
-                else:
-                    process.error = error
-
-    def find(self, worker: int) -> RayProcess:
-        """Returns the process of a worker, ready to be used.
+    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> RayProcess | None:
+        """Returns the process of a worker, ready to be used; waits for it while it is wanted.
 
         Raises:
           ClusterError: several in a row have not started, or cannot be used.
         """
-        self.prepare(worker, lambda: True)
-        process = self.begin(worker)
-        if process.error is not None:
-            self.end(worker)  # the next closure makes another attempt
-            raise process.error
+        for failures in itertools.count(1):
+            process = self.begin(worker)
+            try:
+                while is_wanted() or process.info is not None:
+                    if process.wait(_LOOK_SECONDS):
+                        return process
+                return None
+            except ClusterError:
+                self._drop(worker, process)
+                if failures == self._max_failures:
+                    raise
+
+    def find(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, ready to be used; raises as `prepare` does."""
+        process = self.prepare(worker, lambda: True)
+        assert process is not None, "it is wanted"
         return process
 
     def pid_of(self, worker: int) -> int | None:
@@ -425,28 +419,23 @@ class RayWorkers:
         """Ends the process of a worker."""
         import ray
 
-        with self._lock:
-            process = self._processes.pop(worker, None)
+        process = self._processes.get(worker)
         if process is not None and ray.is_initialized():
-            ray.kill(process.actor)
+            self._drop(worker, process)
 
     def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
         """Replaces a process that died; returns why it did."""
-        self._replace(worker, process, 0)
+        self._drop(worker, process)
+        self.begin(worker)
         return ends_of(error)
 
-    def _make(self, worker: int, num_failures: int = 0) -> RayProcess:
-        actor, count = self._make_actor(), self._num_devices
-        self._processes[worker] = RayProcess(f"worker {worker}", actor, count, num_failures)
-        return self._processes[worker]
-
-    def _replace(self, worker: int, process: RayProcess, num_failures: int) -> None:
+    def _drop(self, worker: int, process: RayProcess) -> None:
         import ray
 
         with self._lock:
-            if self._processes.get(worker) is process:  # else another thread has replaced it
+            if self._processes.get(worker) is process:  # else another thread has dropped it
+                del self._processes[worker]
                 ray.kill(process.actor)  # in case it is only unreachable
-                self._make(worker, num_failures)
 
     @property
     def platforms(self) -> set[str]:

@@ -549,7 +549,7 @@ def error_of(value):
 def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
     """An element that was drawn after it, for a closure that is undone, would be lost."""
     is_drawing, go_on = threading.Event(), threading.Event()  # that: restored, or waiting
-    strategy = make(workers=1)
+    strategy, step = make(workers=1), counter()
     with Coordinator(strategy) as coordinator:
         iterator = iter(coordinator.create_per_worker_dataset([np.float32(2**i) for i in range(3)]))
         draw = iterator.draw
@@ -559,7 +559,7 @@ def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
             assert go_on.wait(60)
             return draw(worker)
 
-        coordinator.schedule(counter(), (iterator,)).get()
+        coordinator.schedule(step, (iterator,)).get()
         coordinator.snapshot()
         waiters = coordinator._board.waiters
         wait_until, put_back = waiters.wait_until, iterator.restore
@@ -572,7 +572,7 @@ def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
         monkeypatch.setattr(waiters, "wait_until", wait_as_seen)
         monkeypatch.setattr(iterator, "restore", lambda p: (put_back(p), go_on.set()))
         monkeypatch.setattr(iterator, "draw", draw_late)
-        lost = coordinator.schedule(counter(), (iterator,))
+        lost = coordinator.schedule(step, (iterator,))
         assert is_drawing.wait(60)
         restoring = threading.Thread(target=coordinator.restore, name="restoring")
         restoring.start()
@@ -580,7 +580,7 @@ def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
         assert lost.done()
         with pytest.raises(ServerLostError):
             coordinator.join()
-        coordinator.schedule(counter(), (iterator,)).get()
+        coordinator.schedule(step, (iterator,)).get()
         assert strategy.value("total") == 3
 
 

@@ -414,7 +414,7 @@ class Board:
         self.waiters.ring()
         return True
 
-    def run_here(self, closure: Closure) -> bool:
+    def run_alone(self, closure: Closure) -> bool:
         """Runs a closure on the calling thread, between two pauses; returns False if it is open.
 
         Ctrl-C waits until that is over: in the middle of a push it would lose the server's values.
@@ -649,7 +649,7 @@ class Board:
             if not is_hopeless:
                 self.counts["retried"] += 1
                 closure.is_retried = True
-                if worker.thread is not None:  # else `run_here` tries again
+                if worker.thread is not None:  # else `run_alone` tries again
                     self._put_first(closure)
         if is_hopeless:
             self._fail(closure, _given_up(closure))

@@ -256,7 +256,7 @@ def run_step(
     board = strategy.board
     board.pauses.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
-    while not (board.run_here(closure) or board.put(closure)):
+    while not (board.run_alone(closure) or board.put(closure)):
         pass  # a coordinator was opened or closed meanwhile
     return RemoteValue(closure, board).get()
 

@@ -323,7 +323,7 @@ class Attempt:
         for _, key in task.plan.pulls:
             self._wanted[task.plan.owners[key]].append(key)
         signature = home.devices, raises_for_values()
-        self._programs = compiled.get(task.plan, signature, self._compile)
+        self._executables = compiled.get(task.plan, signature, self._compile)
         self._slots: dict[int, jax.Array] = {}
         self._bring(task.plan.arguments, task.arrays)
         self.versions: dict[int, int] = {}
@@ -345,7 +345,7 @@ class Attempt:
             self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
         for number, stage in enumerate(plan.stages):
             operands = [self._slots[slot] for slot in stage.operands]
-            results, token = self._programs[number].run(operands)
+            results, token = self._executables[number].run(operands)
             self._slots.update(zip(stage.results, results, strict=True))
             self.tokens.append(token)
             if not stage.pushes:

@@ -139,8 +139,6 @@ class ParameterServer(Protocol):
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         """Goes back to a snapshot; variables created since keep their values, if any.
 
-        Variables removed since do not come back.
-
         Args:
           snapshot: of this server.
           num_closures: all closures with lower numbers are over, whether or not the
@@ -281,8 +279,6 @@ class Server(ParameterServer):
         self._lock = threading.Lock()
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
-        self._sizes: dict[str, int] = {}  # bytes, by key
-        self._is_new = True  # a process that has never had variables learns them in a restore
         self._programs = OnceEach[Executable]()
         self._copy = jax.jit(_copies)  # one call for all values of a pull
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
@@ -298,7 +294,7 @@ class Server(ParameterServer):
             self._forget_removed()
             return Report(
                 self._version,
-                sum(self._sizes[key] for key in self._values),
+                sum(value.nbytes for value in self._values.values()),
                 self._applied.num_kept,
                 self.staleness.copy(),
                 self._bytes_pulled,
@@ -311,8 +307,7 @@ class Server(ParameterServer):
         value = self._own(value)
         with self._lock:
             self._forget_removed()
-            self._values[key], self._sizes[key] = value, value.nbytes
-            self._is_new = False
+            self._values[key] = value
 
     def remove(self, keys: Iterable[str]) -> None:
         self._removed.extend(keys)
@@ -331,7 +326,7 @@ class Server(ParameterServer):
         """
         with self._lock:  # so that a copy begins before a push reuses the memory
             values = self._require(keys)
-            self._bytes_pulled += sum(self._sizes[key] for key in keys)
+            self._bytes_pulled += sum(value.nbytes for value in values)
             if home is None:
                 jax.block_until_ready(values)
                 return self._version, [as_view(value) for value in values]
@@ -444,13 +439,10 @@ class Server(ParameterServer):
         values = dict(zip(snapshot.values, _copies(*snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
-            # A lost server still knows which variables it had.
-            known = values if self._is_new else self._sizes
-            self._values.update((key, values[key]) for key in list(known) if key in values)
-            self._sizes.update((key, value.nbytes) for key, value in self._values.items())
+            self._values.update(values)
             self._version = snapshot.version
             self._applied.restart(num_closures)
-            self.is_lost = self._is_new = False
+            self.is_lost = False
 
     def lose(self) -> None:
         """Drops all values, like a server that dies."""
@@ -472,9 +464,7 @@ class Server(ParameterServer):
 
     def _forget_removed(self) -> None:
         while self._removed:
-            key = self._removed.popleft()
-            self._values.pop(key, None)
-            self._sizes.pop(key, None)
+            self._values.pop(self._removed.popleft(), None)
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         self._forget_removed()

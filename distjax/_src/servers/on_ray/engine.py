@@ -218,7 +218,6 @@ class RayServer(ParameterServer):
         self._report = Report()  # the latest
         self._plans: set[int] = set()  # that were admitted
         self._dropped: set[int] = set()  # plans still to be dropped
-        self._keys: set[str] = set()  # of current variables
         self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
 
     def wait_for_start(self) -> None:
@@ -245,7 +244,6 @@ class RayServer(ParameterServer):
 
     def create(self, key: str, value: ArrayLike) -> None:
         self._ask("create", key, jnp.asarray(value))
-        self._keys.add(key)
 
     def remove(self, keys: Iterable[str]) -> None:
         self._removed.extend(keys)  # a finalizer may not call Ray
@@ -278,8 +276,7 @@ class RayServer(ParameterServer):
             self._process = RayProcess(f"server {self.number}", self._make(self.number))
             self.wait_for_start()
             self.is_lost = False
-        held = {key: value for key, value in snapshot.values.items() if key in self._keys}
-        self._ask("restore", ServerSnapshot(snapshot.version, held), num_closures)
+        self._ask("restore", snapshot, num_closures)
 
     def keep_plans(self, numbers: set[int]) -> None:
         """Drops all other plans, soon."""
@@ -313,7 +310,6 @@ class RayServer(ParameterServer):
     def _tell(self) -> None:
         over, removed = drain(self._over), drain(self._removed)
         dropped, self._dropped = self._dropped, set()
-        self._keys.difference_update(removed)
         if (over or removed or dropped) and not self.is_lost:
             self.actor.tell.remote(over, removed, dropped)
 

@@ -189,26 +189,15 @@ def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    try:
-        return list(zip(calls, ray.get(list(calls.values())), strict=True))
-    except RayActorError:
-        raise lost_error(_first_gone(calls)) from None
-    except RayTaskError as error:  # as it was raised in the other process
-        raise error.cause from None
-
-
-def _first_gone(calls: Mapping[int, Any]) -> int:
-    import ray
-    from ray.exceptions import RayActorError
-
+    answers: list[tuple[int, Any]] = []
     for server, call in calls.items():
         try:
-            ray.get(call)
+            answers.append((server, ray.get(call)))
         except RayActorError:
-            return server
-        except Exception:  # another server's own error: a lost server takes precedence
-            continue
-    return next(iter(calls))
+            raise lost_error(server) from None
+        except RayTaskError as error:  # as it was raised in the other process
+            raise error.cause from None
+    return answers
 
 
 # -- servers ------------------------------------------------------------------

@@ -28,7 +28,6 @@ from distjax._src.servers.on_ray.processes import (
     RayWorkers,
     actor_options,
     drain,
-    with_devices,
 )
 from distjax._src.servers.on_ray.wire import (
     Disguised,
@@ -92,8 +91,8 @@ class RayEngine(Engine):
         is_ours = processes.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
         self._server_options = options(server_resources)
+        self._worker_options = functools.partial(options, worker_resources)
         self._servers: list[RayServer] = []
-        self._worker_options = options(worker_resources)
         self._replicas: tuple[int, str]  # of a worker, and the name of their axis
         self.workers: RayWorkers
         self._gate: Gate
@@ -101,7 +100,7 @@ class RayEngine(Engine):
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
         self._numbers = itertools.count()  # of plans and data
         self._data = weakref.WeakValueDictionary[int, RemoteElements]()
-        self._announcing = threading.Lock()  # held while a plan is announced
+        self._announcing = threading.Lock()  # held while plans and data are looked through
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -118,7 +117,7 @@ class RayEngine(Engine):
     ) -> None:
         self._gate = Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
-        options = with_devices(self._worker_options, self._replicas[0])
+        options = self._worker_options(self._replicas[0])
         make = functools.partial(make_worker, options, *self._replicas)
         self.workers = RayWorkers(make, self.max_failures, self._replicas[0])
         make_server_here = functools.partial(make_server, self._server_options)
@@ -142,8 +141,9 @@ class RayEngine(Engine):
                     server.keep_plans({number for number, _ in self._plans.values()})
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
-        number = next(self._numbers)
-        elements = self._data[number] = RemoteElements(self, worker, number, make)
+        with self._announcing:
+            number = next(self._numbers)
+            elements = self._data[number] = RemoteElements(self, worker, number, make)
         return elements
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
@@ -191,7 +191,8 @@ class RayEngine(Engine):
 
     def current_data(self) -> set[int]:
         """Returns the numbers of the data that are still iterated over."""
-        return set(self._data)
+        with self._announcing:
+            return set(self._data)
 
 
 # -- servers ------------------------------------------------------------------
@@ -280,7 +281,7 @@ class RayServer(ParameterServer):
 
     def keep_plans(self, numbers: set[int]) -> None:
         """Drops all other plans, soon."""
-        self._dropped |= self._plans - numbers
+        self._dropped = self._dropped | (self._plans - numbers)
         self._plans = numbers
 
     def call(self, method: str, *args: object) -> Any:

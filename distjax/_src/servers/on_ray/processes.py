@@ -182,12 +182,17 @@ def _signals() -> Generator[None]:
 
 
 def actor_options(
-    resources: Mapping[str, Any] | None, *, runtime_env: Mapping[str, Any] | None, is_ours: bool
+    resources: Mapping[str, Any] | None,
+    num_devices: int = 1,
+    *,
+    runtime_env: Mapping[str, Any] | None,
+    is_ours: bool,
 ) -> dict[str, Any]:
     """Returns the Ray options of a process.
 
     Args:
       resources: what Ray reserves.
+      num_devices: how many devices it needs: CPU devices are made, if it has no others.
       runtime_env: the user's, which takes precedence.
       is_ours: whether this process started the cluster: its processes then share the
         installation, and nothing is reserved unless asked for.
@@ -199,6 +204,8 @@ def actor_options(
         "JAX_PLATFORMS": "" if has_accelerator else "cpu",
         "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
     }
+    if num_devices > 1:
+        variables["JAX_NUM_CPU_DEVICES"] = str(num_devices)
     if is_ours:
         here = str(pathlib.Path(distjax.__file__).parents[1])
         path = os.environ.get("PYTHONPATH")
@@ -207,15 +214,6 @@ def actor_options(
     environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
     # Ray must not restart or repeat anything: the engine knows what each process had in hand.
     return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
-
-
-def with_devices(options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns the options of a process that gets `count` devices even if it has only CPUs."""
-    if count == 1:
-        return dict(options)
-    environment = dict(options["runtime_env"])
-    variables = {"JAX_NUM_CPU_DEVICES": str(count)} | environment["env_vars"]
-    return {**options, "runtime_env": {**environment, "env_vars": variables}}
 
 
 # -- startup ------------------------------------------------------------------

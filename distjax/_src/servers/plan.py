@@ -174,8 +174,10 @@ def lower(program: Program, ins: Sequence[Sharding], outs: Sequence[Sharding]) -
 
 
 def _jit(program: Program, outs: Sequence[Sharding], donated: tuple[int, ...] = ()) -> Any:
+    fn = program.fn  # what is kept for a program must not keep that alive
+
     def with_token(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return (*program.fn(*arrays), jnp.zeros((), jnp.bool_))
+        return (*fn(*arrays), jnp.zeros((), jnp.bool_))
 
     with_token.__name__ = with_token.__qualname__ = program.name
     return jax.jit(with_token, out_shardings=tuple(outs), donate_argnums=donated)
@@ -233,10 +235,7 @@ def _calls_back(jaxpr: jec.Jaxpr) -> bool:
 
 
 def place(array: Argument, where: Sharding) -> Any:
-    """Returns an array committed to `where`, so that a program's results stay there too.
-
-    Numpy arrays are returned as they are: the program moves them to its other arguments.
-    """
+    """Returns an array committed to `where`; a numpy array as it is: the program moves it."""
     if isinstance(array, RemoteArray):
         return np.asarray(array)
     if isinstance(array, np.ndarray) or (array.committed and array.sharding == where):

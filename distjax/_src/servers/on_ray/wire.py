@@ -22,7 +22,7 @@ from distjax._src import jax_compat
 from distjax._src.context.thread_settings import ProgramModes
 from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
-from distjax._src.servers.plan import Program, Stage, StepPlan, struct_of
+from distjax._src.servers.plan import Program, Stage, StepPlan, shardings_of, struct_of
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import is_library_file
 from distjax.errors import ClosureError, UnsupportedError, message, require
@@ -240,9 +240,12 @@ def export_plan(
     Raises:
       UnsupportedError: a program calls back to Python, or has no stable form.
     """
+    anywhere = abstract_topology(*replicas)
 
     def exported(stage: Stage) -> Stage:
-        ins, outs = (_shardings(x, plan, replicas) for x in (stage.operands, stage.results))
+        ins, outs = None, None
+        if anywhere.num_replicas > 1:  # over any worker's devices
+            ins, (*outs, _) = shardings_of(stage, plan, anywhere)
         return dataclasses.replace(
             stage,
             program=_export(plan.name, stage.program, worker_platforms, ins, outs),
@@ -256,17 +259,6 @@ def export_plan(
     return dataclasses.replace(
         plan, stages=tuple(map(exported, plan.stages)), rebuild=tuple, kept=()
     )
-
-
-def _shardings(
-    slots: Sequence[int], plan: StepPlan, replicas: tuple[int, str]
-) -> tuple[Sharding, ...] | None:
-    """Returns the shardings of slots over any worker's devices; None if it has one device."""
-    if replicas[0] == 1:
-        return None
-    anywhere = abstract_topology(*replicas)
-    each = (slot in plan.varying for slot in slots)
-    return tuple(anywhere.per_replica if varying else anywhere.mirrored for varying in each)
 
 
 def _export(

@@ -270,7 +270,7 @@ def _export(
 ) -> Program:
     pairs = zip(program.avals, ins or (None,) * len(program.avals), strict=True)
     shapes = [struct_of(aval, sharding) for aval, sharding in pairs]
-    jitted = jax.jit(program.fn, out_shardings=outs)
+    jitted = jax.jit(program.fn, out_shardings=outs and tuple(outs))
     make: Any = export.export(jitted, platforms=sorted(set(platforms)))
     try:
         blob = bytes(make(*shapes).serialize())

@@ -37,7 +37,7 @@ def rates_beside_a_hanging_thread(num_rounds: int, workers: int = 4) -> list[flo
     strategy = HandMade(workers=workers, servers=2, fault=fault)
     for server, key in enumerate("ab"):
         strategy.engine.servers[server].create(key, np.int32(0))
-    plan = two_counters()
+    plan = two_counters(np.int32)
 
     def rate_of_others(coordinator: dj.Coordinator) -> float:
         num_done.clear()

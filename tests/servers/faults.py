@@ -24,7 +24,7 @@ def run_with_faults(seed, *, num_closures, max_staleness=None, rate=0.15, worker
     strategy.engine.max_failures = 100
     for server, key in ((0, "a"), (1, "b"), (0, "c")):
         strategy.engine.servers[server].create(key, np.int32(0))
-    both, chain = two_counters(), two_stages("c", np.int32)
+    both, chain = two_counters(np.int32), two_stages("c", np.int32)
     numbers = [rng.randrange(100) for _ in range(num_closures)]
     is_chain = [rng.random() < 0.3 for _ in numbers]
     with Coordinator(strategy) as coordinator:

@@ -63,10 +63,10 @@ def read_total():
     return Step(StepPlan("read", (), ((0, "total"),), (stage,), (1,), lambda r: r[0], {"total": 0}))
 
 
-def two_counters():
+def two_counters(dtype=np.float32):
     """One push to each of two servers, in parallel: a += x, b += 2 x."""
-    add = Program("add", lambda total, x: (total + x,), numbers(2))
-    double = Program("double", lambda x: (x, 2 * x), numbers(1))
+    add = Program("add", lambda total, x: (total + x,), numbers(2, dtype))
+    double = Program("double", lambda x: (x, 2 * x), numbers(1, dtype))
     pushes = (Push(0, (1,), ("a",), ("a",), (), add), Push(1, (2,), ("b",), ("b",), (), add))
     stage = Stage((0,), (1, 2), double, pushes)
     return Step(StepPlan("both", (0,), (), (stage,), (), lambda r: None, {"a": 0, "b": 1}))

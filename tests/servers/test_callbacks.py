@@ -1,4 +1,4 @@
-"""The law of callbacks in merges: each runs once, wherever the update is cut."""
+"""The law of callbacks in merges: each runs once, at the one server; several are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 
 NUMBER = jax.ShapeDtypeStruct((), np.float32)
 
@@ -64,12 +65,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("cut", ["least_bytes", "arguments"])
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("body", BODIES)
-def test_a_callback_in_a_merge_runs_once(body, servers, cut):
-    strategy = dj.ParameterServerStrategy(workers=1, servers=servers, cut=cut)
+def cut_with_callback(body, **options):
+    """A strategy, a step whose merge calls back, its variables, and what the callback has seen."""
+    strategy = dj.ParameterServerStrategy(workers=1, **options)
     with strategy.scope():
         v, u = (dj.Variable(jnp.zeros(()), name=name) for name in "vu")
     seen = []
@@ -82,11 +80,27 @@ def test_a_callback_in_a_merge_runs_once(body, servers, cut):
         merge = lambda strategy, x: body(look, x, v, u)
         return dj.get_replica_context().merge_call(merge, args=(x,))
 
+    return strategy, step, (v, u), seen
+
+
+@pytest.mark.parametrize("cut", ["least_bytes", "arguments"])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_callback_in_a_merge_runs_once(body, cut):
+    strategy, step, (v, u), seen = cut_with_callback(body, cut=cut)
     for count in (1, 2):
         strategy.run(step, args=(np.float32(1),))
         jax.effects_barrier()
         assert len(seen) == count
         assert (v.value, u.value) == (count, count)
+
+
+def test_a_merge_of_two_servers_calls_nobody_back():
+    strategy, step, (v, u), seen = cut_with_callback(debug_of_argument, servers=2)
+    text = "merges with callbacks to run at one server"
+    with pytest.raises(dj.errors.MergeError, match=text) as raised:
+        strategy.run(step, args=(np.float32(1),))
+    assert is_explained(raised.value)
+    assert (v.value, u.value, seen) == (0, 0, [])
 
 
 def test_a_print_that_raises_leaves_the_variables_their_values():

@@ -71,21 +71,6 @@ def test_what_is_gone_leaves_servers_and_loads():
     coordinator.close()
 
 
-def test_a_restore_brings_nothing_back_that_is_gone():
-    strategy = make()
-    with strategy.scope():
-        kept, gone = dj.Variable(jnp.ones(4), name="kept"), dj.Variable(jnp.ones(9), name="gone")
-    with dj.Coordinator(strategy) as coordinator:
-        snapshot = coordinator.snapshot()
-        kept.assign(jnp.zeros(4))
-        del gone
-        assert bytes_at(strategy, 16) == 16
-        strategy.servers[0].lose()
-        coordinator.restore(snapshot)
-        assert bytes_at(strategy, 16) == 16
-        np.testing.assert_array_equal(kept.value, np.ones(4))
-
-
 def test_a_closure_in_flight_keeps_what_it_needs():
     held = {}
 

@@ -23,6 +23,7 @@ from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax._src.servers.coordinator import Coordinator
 from distjax._src.servers.engine import ThreadEngine
 from distjax._src.servers.on_ray import wire
+from distjax._src.servers.server import Server
 from distjax._src.servers.storage import parts_of
 from tests.servers.hand_made import HandMade, sgd
 from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step
@@ -119,13 +120,13 @@ def test_nothing_is_compiled_after_a_pull(program, replicas, servers, shards, cu
     assert watch.num_late == 0
 
 
-def test_a_watch_hears_what_is_compiled_late():
+def test_a_watch_hears_what_is_compiled_late(monkeypatch):
     """Else the law above would hold for whatever is done."""
     strategy = HandMade(workers=1)
     strategy.engine.servers[0].create("w0", np.ones(5, np.float32))
     with watching() as watch, Coordinator(strategy) as coordinator:
         strategy.engine._fault = watch.at
-        strategy.engine._compiled.compile_once = lambda *args: None
+        monkeypatch.setattr(Server, "compile_pull", lambda *args: None)
         coordinator.schedule(sgd(1), (np.float32(1),)).get()
         coordinator.join()
     assert watch.num_late > 0
@@ -216,17 +217,18 @@ def test_ray_workers_compile_before_they_pull(size, monkeypatch):
 
     arrays = [np.arange(size, dtype=np.float32)]
     plan, _ = strategy.cut_step(step, arrays, None)
-    shipped = wire.export_plan(plan, 1, (1, "replica"), {"cpu"}, {"cpu"})
+    shipped = wire.export_plan(plan, (1, "replica"), {"cpu"}, {"cpu"})
     with watching() as watch:
-        server = actors.ServerActor(0, {0: shipped.for_servers[0]})
+        server = actors.ServerActor(0)
         for key in plan.owners:
             [value] = wire.to_wire(strategy.servers[0].read([key])[1])
             server.ask("create", (key, value), None)
         worker = actors.WorkerActor(1, "replica")
-        worker.add_plan(0, shipped.for_workers, 0, [Handle(server, watch)])
+        worker.set_servers([Handle(server, watch)])
+        worker.add_plan(0, shipped, ())
         modes = ProgramModes.of_this_thread()
         for closure in range(3):
-            done = worker.run(wire.Order(0, 0, closure, 1, arrays, modes))
+            done = worker.run(wire.Order(0, closure, 1, arrays, modes))
             watch.end()
     assert isinstance(done, wire.Done)
     assert watch.num_programs > 0

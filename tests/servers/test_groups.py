@@ -13,8 +13,8 @@ from jax import lax
 import distjax as dj
 from distjax._src.modes import VariableAggregation, VariableSynchronization
 from distjax._src.servers.engine import Attempt, Task, WorkerDied
-from distjax._src.servers.plan import Programs
-from distjax._src.servers.server import Answer
+from distjax._src.servers.plan import OnceEach
+from distjax._src.servers.server import Answer, Server
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
 from tests.servers.serial import SerialStrategy
@@ -154,7 +154,10 @@ class History:
     """The values of one server, version by version, as servers of a worker that runs again."""
 
     def __init__(self, values):
-        self.values, self.programs, self.pulled = [values], Programs(), 0
+        self.values, self.server, self.pulled = [values], Server(0, jax.devices()[0]), 0
+
+    def compile(self, wanted, pushes):
+        pass
 
     def pull(self, wanted):
         return {0: (self.pulled, [self.values[self.pulled][key] for key in wanted[0]])}
@@ -163,7 +166,8 @@ class History:
         ((push, arrays, _),) = sent
         now = self.values[-1]
         operands = jax.device_put(list(arrays), jax.devices()[0])
-        outs, token = self.programs.run(push.program, [now[k] for k in push.takes] + operands)
+        values = [jnp.copy(now[k]) for k in push.takes]
+        outs, token = self.server.compile(push).run(values + operands)
         self.values.append({**now, **dict(zip(push.writes, outs, strict=False))})
         return [Answer(len(self.values) - 1, outs[len(push.writes) :], token)]
 
@@ -192,12 +196,12 @@ def test_asynchronous_groups_equal_their_replay_while_workers_die(seed):
     assert int(training.seen.value) == 25 * 2 * 4  # each row of each closure once
 
     of_closure = dict(zip(numbers, batches, strict=True))
-    home, programs = engine._homes[0], Programs()
+    home, compiled = engine._homes[0], OnceEach()
     for version in range(before + 1, server.version + 1):
         closure, attempt = record.applied[0][version]
         plan, arrays = strategy.cut_step(training.step, of_closure[closure], None)
         task = Task(closure, attempt, plan, arrays)
-        again = Attempt(task, history, programs, home)
+        again = Attempt(task, history, home, compiled)
         history.pulled = record.pulled[closure, attempt][0] - before
         assert len(list(again.run())) == 1
     final = server.snapshot().values

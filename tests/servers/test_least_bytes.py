@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import distjax as dj
 from distjax._src.jax_compat import Literal
 from distjax._src.servers.cutting import plans
-from distjax._src.servers.cutting.stages import equations_at_worker, opened, results_by_server
+from distjax._src.servers.cutting.stages import equations_at_worker, results_by_server
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same, train
 
@@ -175,6 +175,6 @@ def test_no_other_split_sends_fewer_bytes(steps):
         watched = lambda update, n: seen.append(update) or cut(update, n)
         patch.setattr(plans, "move_to_worker", watched)
         strategy.cut_step(step, (jnp.ones((4, 3)), jnp.ones(3)))
-    (update,) = map(opened, seen)
+    (update,) = seen
     chosen = cost_of(update, equations_at_worker(update, 2), 2)
     assert chosen == min(cost_of(update, split, 2) for split in all_splits(update))

@@ -113,7 +113,7 @@ def test_an_update_that_reads_a_variable_of_another_server(ps, v):
         other.assign_add(value * jnp.ones(3))
 
     merge = lambda: dj.get_replica_context().merge_call(used_twice)
-    assert_refused(dj.errors.MergeError, "one whose value servers 0 and 1 use", ps.run, merge)
+    assert_refused(dj.errors.MergeError, "one that servers 0 and 1 take part in", ps.run, merge)
 
 
 def test_a_count_at_every_server_needs_what_every_server_has(ps, v):

@@ -2,9 +2,8 @@
 
 A closure is one call of a step. It is in the queue, running, or over. Workers take the oldest
 first; a closure whose worker is lost goes back to the head of the queue. What has begun is run to
-its end, so no closure is ever applied in part: a cancellation drops only what has not begun.
-Whatever comes first ends a closure: its result, an error, a cancellation, a restore of the servers.
-Later events find it over.
+its end, by its worker or by another one, so no closure is ever applied in part: an error, a
+cancellation and a restore of the servers drop only what has not begun.
 """
 
 # One lock, held for a few lines and never while taking another lock or running user code. Threads
@@ -36,7 +35,7 @@ from distjax._src.context.thread_settings import modes_of_this_thread, settings_
 from distjax._src.interrupts import interrupts
 from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied
-from distjax._src.servers.per_worker import Argument, DataEnded, PerWorkerSource
+from distjax._src.servers.per_worker import Argument, DataEnded, PerWorkerSource, draw_each
 from distjax._src.servers.plan import StepPlan
 from distjax._src.typing import PyTree
 from distjax._src.waiters import Waiters
@@ -53,7 +52,7 @@ from distjax.errors import (
 
 
 class State(enum.Enum):
-    """The state of a closure; the last three are final, except for a restore."""
+    """The state of a closure; the last three are final, but a restore undoes what was done."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -131,25 +130,18 @@ class Closure:
         make = self._call
         if isinstance(make, Call) or make is None:
             return None
-        drawn: dict[PerWorkerSource, Any] = {}
-        for source in self.sources:
-            try:
-                drawn[source] = source.draw(worker)
-            except BaseException as error:
-                for former, value in drawn.items():
-                    former.give_back(worker, value)
-                if isinstance(error, DataEnded):
-                    return source
-                raise
+        try:
+            drawn = draw_each((source, worker) for source in self.sources)
+        except DataEnded as error:
+            return error.args[0]
+        drawn = dict(zip(self.sources, drawn, strict=True))
         self.sources = ()
         self._call = make(drawn)
         return None
 
     def as_task(self) -> Task:
-        """Returns the next attempt; raises if the closure is over, as after a restore."""
+        """Returns the next attempt."""
         call = self._call
-        if self.error is not None:
-            raise self.error
         assert isinstance(call, Call), "it has been prepared"
         return Task(self.number, len(self.attempts) + 1, call.plan, call.arrays)
 
@@ -174,30 +166,6 @@ class Closure:
         assert self._outcome is not None
         plan, results = self._outcome
         return plan.rebuild(results)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Returns its error, which names an argument that was deleted since `schedule`."""
-        call = self._call
-        if "deleted" not in str(error) or not isinstance(call, Call):
-            return error
-        names = call.plan.argument_names or tuple(map(str, range(len(call.arrays))))
-        for name, array in zip(names, call.arrays, strict=True):
-            if isinstance(array, jax.Array) and array.is_deleted():
-                explained = RuntimeError(_deleted_text(self.name, name, array))
-                explained.__cause__ = error
-                return explained
-        return error
-
-
-def _deleted_text(step: str, argument: str, array: jax.Array) -> str:
-    return message(
-        f"{step} needs argument {argument} to hold an array that is there when it runs",
-        got=f"an array of {array.dtype}{list(array.shape)} that was donated or deleted. "
-        "Array has been deleted",
-        why="a worker reads it after schedule has returned, and JAX arrays are not copied",
-        fix="donate it when the closure is over: value.fetch(); or schedule a copy: "
-        "args=(jnp.copy(x),)",
-    )
 
 
 def _cancelled(reason: str) -> CancelledError:
@@ -295,12 +263,9 @@ class Pauses:
     def is_free(self, pause: Pause) -> bool:
         """Returns whether no other thread is in a block that excludes that of a pause.
 
-        A restore changes values: what others read in their pauses must not change meanwhile, unless
-        they wait there for a restore of their own, which would wait for this one forever.
+        A restore changes values: what others read in their pauses must not change meanwhile.
         """
-        pauses = tuple(self._pauses)
-        waiting = {p.thread for p in pauses if p.is_restore and not p.is_entered}
-        others = [p for p in pauses if p.is_entered and p.thread not in {pause.thread, *waiting}]
+        others = [p for p in tuple(self._pauses) if p.is_entered and p.thread != pause.thread]
         return not any(p.is_restore or pause.is_restore for p in others)
 
     @contextlib.contextmanager
@@ -421,20 +386,12 @@ class Board:
 
     # -- the user's side ------------------------------------------------------
 
-    def put(
-        self,
-        closure: Closure,
-        require_open: Callable[[], None] = lambda: None,
-        here: Worker | None = None,
-    ) -> bool:
-        """Numbers and queues a closure; waits for room.
+    def put(self, closure: Closure, require_open: Callable[[], None] = lambda: None) -> bool:
+        """Numbers and queues a closure, once there is room; returns False if no one would run it.
 
         Args:
           closure: a new one.
           require_open: raises if nothing would run it; called again after each wait.
-          here: begins it at once if no coordinator is open, between two pauses.
-
-        Returns: whether `here` has begun it.
 
         Raises:
           ContextError: it would wait in a pause of the calling thread, which makes no room.
@@ -443,30 +400,41 @@ class Board:
             # Ctrl-C waits: servers wait for every number that was taken to be over.
             with interrupts.held(), self._lock:
                 require_open()
-                begins = here is not None and self.is_closed
-                if not self.pauses if begins else self._has_room():
-                    closure.number = self._next_number
-                    self._next_number += 1
+                if self.is_closed:
+                    return False
+                if self._has_room():
+                    self._number(closure)
                     self.queue.append(closure)
-                    self.counts["scheduled"] += 1
-                    if here is not None and begins:
-                        self._begin(closure, here)
                     break
             self.pauses.require_going("schedule with a full queue")
-            self.waiters.wait_until(lambda: self._has_much_room(here))
+            self.waiters.wait_until(self._has_much_room)
             self.raise_error()
         if closure.sources:
             self.end_starved()
         self.waiters.ring()
-        return begins
+        return True
 
-    def begin_again(self, closure: Closure, here: Worker) -> bool:
-        """Begins a closure that `here` has lost; returns False if it is over, or others take it."""
-        with self._lock:
-            is_there = self.is_closed and closure.state is State.QUEUED
-            if is_there:
-                self._begin(closure, here)
-        return is_there
+    def run_alone(self, closure: Closure) -> bool:
+        """Runs a closure on the calling thread, between two pauses; returns False if it is open.
+
+        Ctrl-C waits until that is over: in the middle of a push it would lose the server's values.
+        """
+        here = Worker(0)
+        while True:
+            self.waiters.wait_until(lambda: not (self.is_closed and self.pauses))
+            with interrupts.held():
+                with self._lock:
+                    if not self.is_closed:
+                        return False
+                    if self.pauses:
+                        continue
+                    self._number(closure)
+                    self._begin(closure, here)
+                while not closure.is_over:
+                    running = self.start(closure, here)
+                    if running is not None:
+                        self.finish(closure, here, running)
+                return True
 
     def raise_error(self) -> None:
         """Raises the first error, once, after all running closures have ended."""
@@ -487,33 +455,31 @@ class Board:
     def cancel(self, reason: str) -> None:
         """Drops the closures that have not begun."""
         with self._lock:
-            dropped = self._drop_queue(reason)
+            dropped = self._drop_queue(_cancelled(reason))
         self._announce(dropped)
 
-    def undo(self, num_held: int) -> int:
-        """Ends all closures, and revokes those after the first `num_held`, with one error.
+    def undo(self, num_held: int, *, is_reported: bool) -> int:
+        """Drops the queue, and revokes what was done after the first `num_held` closures.
 
-        The error is raised once. Returns a number below which all closures are over. None of
-        them draws elements any more, and every data source is open to every worker again.
+        No closure is running. Returns a number below which all are over. Every data source is
+        open to every worker again.
+
+        Args:
+          num_held: see above.
+          is_reported: whether `join` raises the error too.
         """
         error = _undone(num_held)
         with self._lock:
-            pending = [*self.queue, *self.running]
-            self.queue.clear()
-            over = [c for c in pending if self._end(c, State.FAILED, error=error)]
-            if over:
-                self._errors.append(error)
+            dropped = self._drop_queue(error)
+            self._errors += [error] if is_reported else []
             for closure in self._done:
                 if closure.position is not None and closure.position >= num_held:
                     closure.undo(error)
             self.num_held = num_held
-            self._next_number += 1  # no closure gets this number
-            num_over = self._next_number
             for worker in self.workers.values():
                 worker.ended.clear()
-        self._announce(over)
-        self.waiters.wait_until(lambda: not self.pauses.drawing)
-        return num_over
+        self._announce(dropped)
+        return self._next_number
 
     @contextlib.contextmanager
     def paused(self, *, is_restore: bool = False) -> Generator[None]:
@@ -522,7 +488,7 @@ class Board:
         Its block and the restores of other threads wait for each other.
 
         Args:
-          is_restore: whether it is for a restore, which ends the closures that run itself.
+          is_restore: whether it is for a restore of the servers.
         """
         if not is_restore:
             self.pauses.require_not_drawing("a pause of the workers")
@@ -586,23 +552,16 @@ class Board:
             if worker.thread is not None:
                 worker.thread.join()
 
-    def wait_for_workers(self, timeout: float | None = None) -> list[str]:
+    def wait_for_workers(self, timeout: float | None = None) -> None:
         """Waits until the workers have ended, after the board was closed.
 
-        Returns, for each that has not ended by then, what it is doing. One that is drawing an
-        element is not waited for again.
+        Those that draw an element by then are not waited for again.
         """
         workers = list(self.workers.values())
         self.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
-        running = {worker: closure for closure, worker in self.running.copy().items()}
-        found: list[str] = []
-        for worker in (w for w in workers if not w.has_ended):
-            is_drawing = worker.thread is not None and worker.thread.ident in self.pauses.drawing
-            does = "draws an element for" if is_drawing else "has in hand"
-            found.append(f"worker {worker.number}, which {does} {running.get(worker, 'nothing')!s}")
-            if is_drawing:
+        for worker in workers:
+            if worker.thread is not None and worker.thread.ident in self.pauses.drawing:
                 self.workers.pop(worker.number, None)
-        return found
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """Returns the workers' entries in `stats`."""
@@ -626,21 +585,60 @@ class Board:
             with self._lock:
                 closure = self._next_for(worker)
                 if closure is not None:
+                    self.queue.remove(closure)
                     self._begin(closure, worker)
             if closure is not None or not wait or self.is_to_end(worker):
                 self.waiters.ring()
                 return closure
             self.waiters.wait_until(lambda: self._next_for(worker) or self.is_to_end(worker))
 
-    def put_back(self, closure: Closure, worker: Worker, ended: PerWorkerSource) -> None:
+    def start(self, closure: Closure, worker: Worker) -> Running | None:
+        """Starts a closure without waiting for it; returns None if that has come to an end."""
+        try:
+            with closure.modes():
+                with self.pauses.draw():
+                    ended = closure.prepare(worker.number)
+                if ended is None:
+                    return self.engine.run(worker.number, closure.as_task())
+            self._put_back(closure, worker, ended)
+        except WorkerDied as death:
+            self._retry(closure, worker, death)
+        except BaseException as error:  # e.g. SystemExit: no one must wait forever
+            self._fail(closure, error)
+        return None
+
+    def finish(self, closure: Closure, worker: Worker, running: Running) -> None:
+        """Waits until a closure has been computed and applied."""
+        try:
+            ran = running.wait()
+        except WorkerDied as death:
+            self._retry(closure, worker, death)
+        except BaseException as error:
+            self._fail(closure, error)
+        else:
+            with self._lock:
+                self._end(closure, State.DONE, ran)
+                closure.position = self.num_held
+                self.num_held += 1
+                self._done.add(closure)
+                worker.num_closures += 1
+            self._announce([closure])
+
+    def is_to_end(self, worker: Worker) -> bool:
+        """Returns whether a worker may take no more."""
+        is_known = self.workers.get(worker.number) is worker  # else it is of a former opening
+        return self.is_closed or worker.is_removed or not is_known
+
+    # -- inside: the ends of an attempt ---------------------------------------
+
+    def _put_back(self, closure: Closure, worker: Worker, ended: PerWorkerSource) -> None:
         """Returns a closure to the queue: the worker's share of some data has ended."""
         with self._lock:
-            if not closure.is_over:  # or a restore has put the data back meanwhile
-                worker.ended.add(ended)
+            worker.ended.add(ended)
             self._put_first(closure)
         self.end_starved()
 
-    def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
+    def _retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
         """Requeues a closure whose worker was lost; after too many losses, fails it."""
         with self._lock:
             if death.has_begun:
@@ -648,43 +646,32 @@ class Board:
                 reason = str(death) or "no reason"
                 closure.attempts.append(f"worker {worker.number} was lost ({reason})")
             is_hopeless = len(closure.attempts) >= self.engine.max_failures
-            if not is_hopeless and not closure.is_over:
+            if not is_hopeless:
                 self.counts["retried"] += 1
                 closure.is_retried = True
-                self._put_first(closure)
+                if worker.thread is not None:  # else `run_alone` tries again
+                    self._put_first(closure)
         if is_hopeless:
-            self.end(closure, _given_up(closure))
+            self._fail(closure, _given_up(closure))
         self.waiters.ring()
 
-    def finish(self, closure: Closure, worker: Worker, ran: Ran) -> None:
-        """Records the result of a closure."""
-        with self._lock:
-            is_done = self._end(closure, State.DONE, ran)
-            if is_done:
-                closure.position = self.num_held
-                self.num_held += 1
-                self._done.add(closure)
-                worker.num_closures += 1
-        self._announce([closure] if is_done else [])
-
-    def end(self, closure: Closure, error: BaseException) -> None:
+    def _fail(self, closure: Closure, error: BaseException) -> None:
         """Records that a closure failed; a reported one cancels those that have not begun."""
-        over: list[Closure] = []
+        over = [closure]
         with self._lock:
-            if self._end(closure, State.FAILED, error=error):
-                over.append(closure)
-                if closure.is_reported:
-                    error.add_note(f"It was raised in {closure!r}.")
-                    self._errors.append(error)
-                    over += self._drop_queue(f"{closure!r} failed")
+            self._end(closure, State.FAILED, error=error)
+            if closure.is_reported:
+                error.add_note(f"It was raised in {closure!r}.")
+                self._errors.append(error)
+                over += self._drop_queue(_cancelled(f"{closure!r} failed"))
         self._announce(over)
 
-    def is_to_end(self, worker: Worker) -> bool:
-        """Returns whether a worker may take no more."""
-        is_known = self.workers.get(worker.number) is worker  # else it is of a former opening
-        return self.is_closed or worker.is_removed or not is_known
-
     # -- inside, under the lock -----------------------------------------------
+
+    def _number(self, closure: Closure) -> None:
+        closure.number = self._next_number
+        self._next_number += 1
+        self.counts["scheduled"] += 1
 
     def _next_for(self, worker: Worker) -> Closure | None:
         """Returns the first closure for which the worker has data."""
@@ -697,22 +684,23 @@ class Board:
         return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.sources)), None)
 
     def _begin(self, closure: Closure, worker: Worker) -> None:
-        self.queue.remove(closure)
         self.running[closure] = worker
         closure.state = State.RUNNING
 
     def _put_first(self, closure: Closure) -> None:
         self.running.pop(closure, None)
-        if not closure.is_over:
-            closure.state = State.QUEUED
-            self.queue.appendleft(closure)
+        closure.state = State.QUEUED
+        self.queue.appendleft(closure)
 
-    def _drop_queue(self, reason: str) -> list[Closure]:
+    def _drop_queue(self, error: BaseException) -> list[Closure]:
+        """Ends the closures that have not begun, with an error."""
         has_worker = not self.is_closed or any(not w.has_ended for w in self.workers.values())
         kept = [c for c in self.queue if c.is_retried and has_worker]
-        dropped, error = [c for c in self.queue if c not in kept], _cancelled(reason)
+        dropped = [c for c in self.queue if c not in kept]
         self.queue = collections.deque(kept)
-        return [c for c in dropped if self._end(c, State.CANCELLED, error=error)]
+        for closure in dropped:
+            self._end(closure, State.CANCELLED, error=error)
+        return dropped
 
     def _end(
         self,
@@ -720,13 +708,10 @@ class Board:
         state: State,
         ran: Ran | None = None,
         error: BaseException | None = None,
-    ) -> bool:
+    ) -> None:
         self.running.pop(closure, None)
-        if closure.is_over:
-            return False
         closure.end(state, ran, error)
         self.counts[state.value] += 1
-        return True
 
     # -- inside, without the lock ---------------------------------------------
 
@@ -750,15 +735,13 @@ class Board:
     def _has_room(self) -> bool:
         return len(self.queue) < self._queue_size and not self._errors
 
-    def _has_much_room(self, here: Worker | None) -> bool:
+    def _has_much_room(self) -> bool:
         """Requires half of the queue: with less, two threads would alternate at every closure."""
-        if here is not None and self.is_closed:
-            return not self.pauses
-        return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
+        return len(self.queue) <= self._queue_size // 2 or bool(self._errors) or self.is_closed
 
     def _may_enter(self, pause: Pause) -> bool:
         is_quiet = not self.running and not any(c.is_retried for c in tuple(self.queue))
-        return (is_quiet or pause.is_restore) and self.pauses.is_free(pause)
+        return is_quiet and self.pauses.is_free(pause)
 
 
 @runtime_checkable
@@ -812,11 +795,11 @@ def work(
                 closure = board.take(worker, wait=before is None) if is_there else None
                 if closure is None and before is None:
                     return
-                ran = None if closure is None else start(board, worker, closure)
+                running = None if closure is None else board.start(closure, worker)
                 if before is not None:
-                    finish(board, worker, *before)
-                before = (closure, ran) if closure is not None and ran is not None else None
-                del closure, ran  # else a result would live until the next closure arrives
+                    board.finish(before[0], worker, before[1])
+                before = None if closure is None or running is None else (closure, running)
+                del closure, running  # else a result would live until the next closure arrives
     finally:
         try:
             board.engine.end_worker(worker.number)
@@ -833,34 +816,6 @@ def _prepare(engine: Engine, worker: Worker, is_wanted: Callable[[], bool]) -> b
         return engine.prepare(worker.number, is_wanted)
     except Exception:  # `run` raises it too; there it is a closure's, and reaches the user
         return True
-
-
-def start(board: Board, worker: Worker, closure: Closure) -> Running | None:
-    """Starts a closure without waiting for it; returns None if its outcome is on the board."""
-    try:
-        with closure.modes():
-            with board.pauses.draw():
-                ended = closure.prepare(worker.number)
-            if ended is None:
-                return board.engine.run(worker.number, closure.as_task())
-        board.put_back(closure, worker, ended)
-    except WorkerDied as death:
-        board.retry(closure, worker, death)
-    except BaseException as error:  # e.g. SystemExit: no one must wait forever
-        board.end(closure, closure.explain(error))
-    return None
-
-
-def finish(board: Board, worker: Worker, closure: Closure, running: Running) -> None:
-    """Waits until a closure has been computed and applied."""
-    try:
-        ran = running.wait()
-    except WorkerDied as death:
-        board.retry(closure, worker, death)
-    except BaseException as error:
-        board.end(closure, closure.explain(error))
-    else:
-        board.finish(closure, worker, ran)
 
 
 _EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block the exit

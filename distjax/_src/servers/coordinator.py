@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +18,9 @@ from distjax._src import jax_compat
 from distjax._src.context import frames
 from distjax._src.data.options import InputContext
 from distjax._src.integers import require_int
-from distjax._src.interrupts import interrupts
 from distjax._src.placement.transfer import without_alias
 from distjax._src.replica.arguments import require_call
-from distjax._src.servers.board import Board, Call, Closure, ServerStrategy, Worker, finish, start
+from distjax._src.servers.board import Board, Call, Closure, ServerStrategy
 from distjax._src.servers.per_worker import (
     DataEnded,
     PerWorkerDataset,
@@ -32,13 +29,12 @@ from distjax._src.servers.per_worker import (
     PerWorkerValues,
     Position,
     RemoteArray,
-    refuses_pickle,
+    draw_each,
     require_source,
 )
 from distjax._src.servers.server import Report, ServerSnapshot
 from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import PyTree
-from distjax._src.user_lines import user_stacklevel
 from distjax.errors import ContextError, describe_value, message, require
 
 # -- results ------------------------------------------------------------------
@@ -113,8 +109,6 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
-
-    __reduce__ = refuses_pickle("pickle what it stands for: value.fetch()")
 
 
 def require_outside_of_steps(method: str) -> None:
@@ -239,10 +233,12 @@ def _cut_first(
     for worker in board.active_workers():
         try:
             with board.pauses.draw():
-                values = {source: source.peek(worker.number) for source in sources}
+                values = draw_each((source, worker.number) for source in sources)
+                for source, value in zip(sources, values, strict=True):
+                    source.give_back(worker.number, value)  # the first closure is to have it
         except DataEnded:
             continue
-        cut(values)
+        cut(dict(zip(sources, values, strict=True)))
         seen.update(iterators)
         return
 
@@ -255,20 +251,13 @@ def run_step(
 ) -> Any:
     """Runs a step as one closure, and returns its result: ``strategy.run``.
 
-    The open coordinator's workers run it; without one, it runs here and now. Ctrl-C waits until
-    that is over: in the middle of a push it would lose the server's values.
+    The open coordinator's workers run it; without one, it runs here and now.
     """
-    board, here = strategy.board, Worker(0)
+    board = strategy.board
     board.pauses.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
-    board.waiters.wait_until(lambda: not (board.is_closed and board.pauses))
-    with interrupts.held() if board.is_closed else contextlib.nullcontext():
-        has_begun = board.put(closure, here=here)
-        while has_begun:
-            ran = start(board, here, closure)
-            if ran is not None:
-                finish(board, here, closure, ran)
-            has_begun = board.begin_again(closure, here)
+    while not (board.run_alone(closure) or board.put(closure)):
+        pass  # a coordinator was opened or closed meanwhile
     return RemoteValue(closure, board).get()
 
 
@@ -461,14 +450,12 @@ class Coordinator:
         self._end(None)
 
     def _end(self, timeout: float | None) -> None:
-        """Closes, and warns of workers that have not ended within `timeout` seconds."""
+        """Closes; waits at most `timeout` seconds for workers to end."""
         if self._closing.alive:
             self._board.cancel("the coordinator was closed before it had run")
         self._closing.detach()
         self._board.close()  # again, if a signal ended the first call before it
-        left = self._board.wait_for_workers(timeout)
-        if left:
-            warnings.warn(_not_ended(left, timeout), RuntimeWarning, user_stacklevel())
+        self._board.wait_for_workers(timeout)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -605,8 +592,10 @@ class Coordinator:
             error=RuntimeError,
         )
         assert snapshot is not None, "as was checked"
+        self._board.pauses.require_going("restore")
+        is_any_lost = not self._board.is_empty()
         with self._board.paused(is_restore=True):
-            num_over = self._board.undo(snapshot.closures)
+            num_over = self._board.undo(snapshot.closures, is_reported=is_any_lost)
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
@@ -649,10 +638,6 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"Coordinator({self._strategy!r})"
 
-    __reduce__ = refuses_pickle(
-        "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
-    )
-
     def _require_ready(self, method: str, *, waits: bool = True) -> None:
         """Raises unless a method, which may wait for workers, can be called here and now."""
         require_outside_of_steps(method)
@@ -675,15 +660,6 @@ def _add(reports: Iterable[Report]) -> collections.Counter[int | str]:
         totals.update({"pulled": report.bytes_pulled, "pushed": report.bytes_pushed})
         totals.update(report.staleness)
     return totals
-
-
-def _not_ended(left: Sequence[str], timeout: float | None) -> str:
-    return message(
-        f"a coordinator whose block raises needs its workers to end within {timeout:g} s",
-        got="; ".join(left),
-        why="the error of the block is raised now, and their threads end when they get that far",
-        fix="let the data end when the block does, or bound its waits: queue.get(timeout=60)",
-    )
 
 
 # -- its arguments ------------------------------------------------------------

@@ -16,27 +16,20 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
-from jax.sharding import Sharding
 
-from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.jax_compat import ShapedArray
 from distjax._src.placement.topology import Topology
 from distjax._src.servers.per_worker import Argument, Elements, NumberedElements
 from distjax._src.servers.plan import (
-    CompiledPlans,
-    Given,
-    OutShardings,
-    Programs,
+    Executable,
+    OnceEach,
     Push,
     Stage,
     StepPlan,
-    compile_traced,
     count_writes,
-    outs_of,
     place,
+    raises_for_values,
     sharding_of,
-    struct_of,
+    shardings_of,
     writes,
 )
 from distjax._src.servers.server import Answer, ParameterServer, Server
@@ -282,12 +275,12 @@ class Gate:
 class Servers(Protocol):
     """The servers, as a worker sees them."""
 
-    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
         """Has servers compile what they will run.
 
         Args:
           wanted: the keys that are pulled from each.
-          pushes: stage, push, and what stands for its operands.
+          pushes: with the number of its stage, each push.
         """
         ...
 
@@ -309,18 +302,30 @@ Parcel = tuple[Push, Sequence[jax.Array], int | None]
 class Attempt:
     """One attempt at a closure: the slots of its plan, and what was sent.
 
+    All programs are compiled, also at servers, before anything is pulled.
+
+    Args:
+      task: what to run.
+      servers: the servers.
+      home: the worker's devices.
+      compiled: keeps the programs of the worker's plans.
+
     Attributes:
       versions: of each server used: after its last push, or as pulled.
       tokens: ready when everything has run.
     """
 
-    def __init__(self, task: Task, servers: Servers, programs: Programs, home: Topology):
-        self._plan, self._servers, self._programs, self._home = task.plan, servers, programs, home
-        self._slots: dict[int, jax.Array] = {}
-        self._bring(task.plan.arguments, task.arrays)
+    def __init__(
+        self, task: Task, servers: Servers, home: Topology, compiled: OnceEach[list[Executable]]
+    ):
+        self._plan, self._servers, self._home = task.plan, servers, home
         self._wanted: dict[int, list[str]] = {server: [] for server in task.plan.owners.values()}
         for _, key in task.plan.pulls:
             self._wanted[task.plan.owners[key]].append(key)
+        signature = home.devices, raises_for_values()
+        self._executables = compiled.get(task.plan, signature, self._compile)
+        self._slots: dict[int, jax.Array] = {}
+        self._bring(task.plan.arguments, task.arrays)
         self.versions: dict[int, int] = {}
         self.tokens: list[jax.Array] = []
 
@@ -328,12 +333,6 @@ class Attempt:
     def results(self) -> tuple[jax.Array, ...]:
         """The flat results."""
         return tuple(self._slots[slot] for slot in self._plan.results)
-
-    def compile(self, compiled: CompiledPlans) -> None:
-        """Compiles the plan's programs, including those of servers, unless this has been done."""
-        forms = tuple([_memory_of(x) for x in self._slots.values()])
-        signature = self._home.devices, ProgramModes.of_this_thread(), forms
-        compiled.compile_once(self._plan, signature, self._compile)
 
     def run(self) -> Generator[Stage]:
         """Pulls one version of each server, and runs stage after stage.
@@ -346,8 +345,7 @@ class Attempt:
             self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
         for number, stage in enumerate(plan.stages):
             operands = [self._slots[slot] for slot in stage.operands]
-            outs = self._outs(stage, operands)
-            results, token = self._programs.run(stage.program, operands, outs=outs)
+            results, token = self._executables[number].run(operands)
             self._slots.update(zip(stage.results, results, strict=True))
             self.tokens.append(token)
             if not stage.pushes:
@@ -364,48 +362,17 @@ class Attempt:
                 self.versions[push.server] = answer.version
                 self.tokens.append(answer.token)
 
-    def _compile(self) -> None:
-        known: dict[int, Given] = {**self._slots}
-        pushes: list[tuple[int, Push, Sequence[Given]]] = []
-
-        def forms(slots: Sequence[int], avals: Sequence[ShapedArray]) -> list[Given]:
-            for slot, aval in zip(slots, avals, strict=True):
-                if slot not in known:
-                    known[slot] = struct_of(aval, self._sharding(slot))
-            return [known[slot] for slot in slots]
-
-        for number, stage in enumerate(self._plan.stages):
-            operands = forms(stage.operands, stage.program.avals)
-            outs = self._outs(stage, operands)
-            results = compile_traced(self._programs.trace(stage.program, operands, outs=outs))
-            for slot, result in zip(stage.results, results, strict=True):
-                known[slot] = result.update(sharding=self._sharding(slot))
-            for push in stage.pushes:
-                sent = forms(push.operands, push.program.avals[len(push.takes) :])
-                pushes.append((number, push, sent))
+    def _compile(self) -> list[Executable]:
+        plan = self._plan
+        made = [Executable(s.program, *shardings_of(s, plan, self._home)) for s in plan.stages]
+        pushes = [(number, p) for number, stage in enumerate(plan.stages) for p in stage.pushes]
         self._servers.compile(self._wanted, pushes)
-
-    def _outs(self, stage: Stage, operands: Sequence[Given]) -> OutShardings | None:
-        """Returns the out_shardings of a program; None if its operands say where it runs."""
-        if self._home.mesh is not None:
-            return outs_of(stage, self._plan, self._home)
-        return None if any(map(_is_placed, operands)) else self._home.mirrored
+        return made
 
     def _bring(self, slots: Sequence[int], arrays: Sequence[Argument]) -> None:
         """Fills slots with arrays from elsewhere."""
         for slot, array in zip(slots, arrays, strict=True):
-            self._slots[slot] = place(array, self._sharding(slot))
-
-    def _sharding(self, slot: int) -> Sharding:
-        return sharding_of(slot, self._plan, self._home)
-
-
-def _is_placed(array: Given) -> bool:
-    return not isinstance(array, np.ndarray) and array.sharding is not None
-
-
-def _memory_of(array: Given) -> str | None:
-    return None if isinstance(array, np.ndarray) else array.sharding.memory_kind
+            self._slots[slot] = place(array, sharding_of(slot, self._plan, self._home))
 
 
 # -- workers that are threads -------------------------------------------------
@@ -440,8 +407,7 @@ class ThreadEngine(Engine):
         self._servers: list[Server] = []
         self._homes: Sequence[Topology] = ()
         self._gate = Gate(None)
-        self._programs = Programs()
-        self._compiled = CompiledPlans()
+        self._compiled = OnceEach[list[Executable]]()
         self._seen: set[int] = set()  # workers that run closures
 
     @property
@@ -466,20 +432,18 @@ class ThreadEngine(Engine):
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
         near = _NearServers(self._servers, home, task, ask)
-        with jax.default_device(home.devices[0]):
-            attempt = Attempt(task, near, self._programs, home)
-            attempt.compile(self._compiled)
-            with self._gate.admitted(task.closure, count_writes(task.plan)):
-                ask("pull")
-                stages = attempt.run()
-                stage = next(stages, None)
-                while stage is not None:
-                    if len(self._seen) > 1:
-                        jax.block_until_ready(attempt.tokens)
-                    ask("before_push")
-                    with self._gate.turn(task.closure, stage):
-                        stage = next(stages, None)
-                    ask("after_push")
+        attempt = Attempt(task, near, home, self._compiled)
+        with self._gate.admitted(task.closure, count_writes(task.plan)):
+            ask("pull")
+            stages = attempt.run()
+            stage = next(stages, None)
+            while stage is not None:
+                if len(self._seen) > 1:
+                    jax.block_until_ready(attempt.tokens)
+                ask("before_push")
+                with self._gate.turn(task.closure, stage):
+                    stage = next(stages, None)
+                ask("after_push")
         versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
         return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
 
@@ -500,11 +464,11 @@ class _NearServers:
     ):
         self._servers, self._home, self._task, self._ask = servers, home, task, ask
 
-    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
         for number, keys in wanted.items():
             self._servers[number].compile_pull(keys, self._home)
-        for _, push, operands in pushes:
-            self._servers[push.server].compile(push, operands)
+        for _, push in pushes:
+            self._servers[push.server].compile(push)
 
     def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
         return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}

@@ -8,19 +8,18 @@ cursor for each worker.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from distjax._src.data.options import InputContext
-from distjax._src.data.reader import drop, keeps_position
+from distjax._src.data.reader import drop
 from distjax._src.placement.transfer import without_alias
 from distjax._src.typing import DTypeLike, PyTree
 from distjax.errors import describe_value, message, require
@@ -29,7 +28,7 @@ from distjax.errors import describe_value, message, require
 
 
 class DataEnded(Exception):
-    """There are no more elements for a worker."""
+    """There are no more elements for a worker; its argument is the source, from `draw_each`."""
 
 
 class PerWorkerSource(Hashable, Protocol):
@@ -39,13 +38,24 @@ class PerWorkerSource(Hashable, Protocol):
         """Returns a worker's next value, or raises DataEnded."""
         ...
 
-    def peek(self, worker: int) -> Any:
-        """Returns what `draw` would return, without drawing it."""
-        ...
-
     def give_back(self, worker: int, value: PyTree) -> None:
         """Makes a drawn but unused value the next one again."""
         ...
+
+
+def draw_each(asked: Iterable[tuple[PerWorkerSource, int]]) -> list[Any]:
+    """Returns the next values of sources for workers; if one raises, none is drawn."""
+    drawn: list[tuple[PerWorkerSource, int, Any]] = []
+    for source, worker in asked:
+        try:
+            drawn.append((source, worker, source.draw(worker)))
+        except BaseException as error:
+            for former, other, value in reversed(drawn):
+                former.give_back(other, value)
+            if isinstance(error, DataEnded):
+                raise DataEnded(source) from None
+            raise
+    return [value for _, _, value in drawn]
 
 
 class NumberedElements(Protocol):
@@ -53,14 +63,6 @@ class NumberedElements(Protocol):
 
     def __getitem__(self, index: int) -> Any:
         """Returns an element; raises DataEnded if there are not so many."""
-        ...
-
-    def state(self) -> Any:
-        """Returns what `seek` may need to come back to the next element."""
-        ...
-
-    def seek(self, index: int, state: object = None) -> None:
-        """Makes the element with this number the next one."""
         ...
 
 
@@ -83,7 +85,7 @@ class Elements(NumberedElements):
 
     def __getitem__(self, index: int) -> Any:
         if index != self._next:
-            self.seek(index)
+            self._seek(index)
         self.open()
         try:
             element = next(self._source)
@@ -93,24 +95,15 @@ class Elements(NumberedElements):
         # The source may refill its memory while a program still reads this.
         return jax.tree.map(without_alias, element)
 
-    def state(self) -> Any:
-        """Returns the state of a source with ``get_state`` and ``set_state``, else None."""
-        source = self._source
-        return copy.deepcopy(source.get_state()) if keeps_position(source) else None
+    def _seek(self, index: int) -> None:
+        """Makes the dataset again, and goes to an element of it; raises a ValueError if it can't.
 
-    def seek(self, index: int, state: object = None) -> None:
-        """Makes the dataset again, and goes to an element of it.
-
-        Raises:
-          ValueError: the dataset is too short, or can be read only once.
+        Some datasets are too short then, or can be read only once.
         """
-        source: Any = iter(self._make())
-        if state is not None and keeps_position(source):
-            source.set_state(copy.deepcopy(state))
-        elif source is not self._source:
-            drop(enumerate(source), index, "per-worker data needs a dataset")
-        elif index != self._next:
+        source = iter(self._make())
+        if source is self._source:
             raise ValueError(_once_only(index))
+        drop(enumerate(source), index, "per-worker data needs a dataset")
         self._source, self._next = source, index
 
 
@@ -120,12 +113,10 @@ class Position(NamedTuple):
     Attributes:
       num_read: how many elements were made.
       returned: those of them that nobody has drawn, or that were given back; the next one last.
-      state: what the dataset needs to come back to the element after them.
     """
 
     num_read: int
     returned: tuple[Any, ...]
-    state: Any
 
 
 class Cursor:
@@ -150,12 +141,6 @@ class Cursor:
             self._num_read += 1
             return element
 
-    def peek(self) -> Any:
-        """Returns what `draw` would return; other threads' draws still find it."""
-        with self._lock:
-            self._returned.append(self.draw())
-            return self._returned[-1]
-
     def give_back(self, element: PyTree) -> None:
         """Makes an element the next one again."""
         with self._lock:
@@ -164,22 +149,17 @@ class Cursor:
     def position(self) -> Position:
         """Returns the position in the dataset."""
         with self._lock:
-            return Position(self._num_read, tuple(self._returned), self._elements.state())
+            return Position(self._num_read, tuple(self._returned))
 
     def restore(self, position: Position) -> None:
-        """Goes back to `position`.
-
-        Raises:
-          ValueError: the dataset is too short, or can be read only once.
-        """
+        """Goes back to `position`."""
         with self._lock:
-            self._elements.seek(position.num_read, position.state)
             self._num_read, self._returned = position.num_read, list(position.returned)
 
 
 def _once_only(count: int) -> str:
     return message(
-        f"restore needs a per-worker dataset that can be read again, up to element {count}",
+        f"a restore needs per-worker data that can be read again, up to element {count}",
         got="one that is its own iterator",
         why="what it has given is gone",
         fix="pass a list, a class with __iter__, or a function that makes the iterator",
@@ -239,26 +219,6 @@ Argument = jax.Array | np.ndarray | RemoteArray
 # -- for the user -------------------------------------------------------------
 
 
-def refuses_pickle(fix: str) -> Any:
-    """Returns a `__reduce__` of objects that are tied to workers and closures of this process.
-
-    Args:
-      fix: what to pickle instead.
-    """
-
-    def refuse(self: object) -> NoReturn:
-        raise TypeError(
-            message(
-                f"{self!r} needs to stay in its process",
-                got=f"pickle of a {type(self).__name__}, or of what holds one",
-                why="workers, closures and what they draw belong to this process",
-                fix=fix,
-            )
-        )
-
-    return refuse
-
-
 class PerWorkerValues:
     """One value per worker; in a step, the value of the worker that runs it.
 
@@ -284,8 +244,6 @@ class PerWorkerValues:
         if self._by_worker is None or worker not in self._by_worker:
             raise DataEnded
         return self._by_worker[worker]
-
-    peek = draw
 
     def give_back(self, worker: int, value: PyTree) -> None:
         """Does nothing: the value is still there."""
@@ -323,44 +281,24 @@ class PerWorkerIterator:
     def __init__(self, cursors: dict[int, Cursor]):
         self._cursors = cursors
 
-    @property
-    def values(self) -> tuple[Cursor, ...]:
-        """The cursor of each worker; the same one for all if the dataset is shared."""
-        return tuple(self._cursors.values())
-
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> PerWorkerValues:
-        elements: dict[int, Any] = {}
         try:
-            for worker in self._cursors:
-                elements[worker] = self.draw(worker)
-        except BaseException as error:
-            for worker, element in reversed(elements.items()):
-                self.give_back(worker, element)
-            if isinstance(error, DataEnded):
-                raise StopIteration from None
-            raise
-        return PerWorkerValues.of_workers(elements)
+            elements = draw_each((self, worker) for worker in self._cursors)
+        except DataEnded:
+            raise StopIteration from None
+        return PerWorkerValues.of_workers(dict(zip(self._cursors, elements, strict=True)))
 
     def __repr__(self) -> str:
         return f"PerWorkerIterator(num_workers={len(self._cursors)})"
 
-    __reduce__ = refuses_pickle("coordinator.snapshot() keeps its position; or pickle its elements")
-
     def draw(self, worker: int) -> Any:
         """Returns a worker's next element, to be used by a closure."""
-        return self._cursor_of(worker).draw()
-
-    def peek(self, worker: int) -> Any:
-        """Returns the element that `draw` would return."""
-        return self._cursor_of(worker).peek()
-
-    def _cursor_of(self, worker: int) -> Cursor:
         if worker not in self._cursors:  # it was added after the iteration had begun
             raise DataEnded
-        return self._cursors[worker]
+        return self._cursors[worker].draw()
 
     def give_back(self, worker: int, value: PyTree) -> None:
         """Makes an element the worker's next one again."""
@@ -411,11 +349,6 @@ class PerWorkerDataset:
 
     def __repr__(self) -> str:
         return f"PerWorkerDataset(num_workers={len(self._workers())})"
-
-    __reduce__ = refuses_pickle(
-        "pickle what it was made of, and make one there: "
-        "coordinator.create_per_worker_dataset(source)"
-    )
 
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source

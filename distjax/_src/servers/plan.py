@@ -1,25 +1,25 @@
 """StepPlan: a step, cut into programs for workers and for servers; and how programs are run.
 
-Each program is jitted once per variant, and compiled before a worker pulls. A worker that pulled
-and then compiled for seconds would push gradients, and whole values, of a snapshot that others have
-replaced hundreds of times.
+Each program is compiled once for each place, before a worker pulls. A worker that pulled and then
+compiled for seconds would push gradients, and whole values, of a snapshot that others have replaced
+hundreds of times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jec
 from jax.sharding import Sharding
+from jax.stages import Lowered
 
 from distjax._src import jax_compat
 from distjax._src.jax_compat import ShapedArray
@@ -28,10 +28,12 @@ from distjax._src.placement.transfer import transfer
 from distjax._src.servers.per_worker import Argument, RemoteArray
 from distjax._src.variables.storage import StoredArray
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A pure function of flat arrays, jitted by its runner.
+    """A pure function of flat arrays, compiled by its runner.
 
     Attributes:
       name: its name in error texts.
@@ -96,7 +98,6 @@ class StepPlan:
       owners: key of every variable used -> the number of its server.
       kept: storage of variables, which keeps their values on the servers while the plan lives.
       varying: slots with a row for each replica of a worker; the others hold one value for all.
-      argument_names: of the flat arguments, in the user's words.
     """
 
     name: str
@@ -108,7 +109,6 @@ class StepPlan:
     owners: Mapping[str, int]
     kept: tuple[StoredArray, ...] = ()
     varying: frozenset[int] = frozenset()
-    argument_names: tuple[str, ...] = ()
 
 
 def writes(stage: Stage) -> bool:
@@ -124,112 +124,96 @@ def count_writes(plan: StepPlan) -> int:
 # -- running programs ---------------------------------------------------------
 
 
-#: Where results and the token are placed: all on one device, or each over several.
-OutShardings: TypeAlias = Sharding | tuple[Sharding, ...]
-#: An argument, or what stands for it in a compilation.
-Given: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-#: Of a jitted program: which arguments are donated, and where its results are placed.
-_Variant: TypeAlias = tuple[tuple[int, ...], OutShardings | None]
 #: Held while a program is enqueued on several devices: two that reached them in different orders
 #: would wait for each other forever.
 _launching = threading.Lock()
 
 
-class Programs:
-    """Runs programs, and keeps their jitted functions as long as their plans are alive.
+class Executable:
+    """A program, compiled for where it runs.
 
-    Each program gets one more result, a token, since it may have no result of its own to wait for.
+    It gives one more result, a token, since it may have no result of its own to wait for. A program
+    with Python callbacks has completed on return, and nothing is donated to it: its errors are
+    raised before anything uses values that it did not compute.
+
+    Args:
+      program: the program.
+      ins: where its arguments are placed; a numpy array is moved there.
+      outs: where its results and the token are placed.
+      donated: the numbers of the arguments that are donated.
     """
 
-    def __init__(self) -> None:
-        self._jitted = weakref.WeakKeyDictionary[Program, dict[_Variant, Any]]()
-        self._making = threading.Lock()
-
-    def run(
+    def __init__(
         self,
         program: Program,
-        args: Sequence[jax.Array],
+        ins: Sequence[Sharding],
+        outs: Sequence[Sharding],
         donated: tuple[int, ...] = (),
-        outs: OutShardings | None = None,
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Returns the results, possibly not ready, and a token that is ready with them.
+    ):
+        structs = _structs(program, ins)
+        run = _jit(program, outs)
+        self._calls_back = _calls_back(run.trace(*structs).jaxpr.jaxpr)
+        if donated and not self._calls_back:
+            run = _jit(program, outs, donated)
+        # For NaNs, only a jitted function raises an error that is public.
+        self._run = run if raises_for_values() else run.lower(*structs).compile()
+        self._launching = _launching if len(outs[-1].device_set) > 1 else contextlib.nullcontext()
 
-        A program with Python callbacks has completed on return, and nothing is donated to it: its
-        errors are raised here, before anything uses values that it did not compute.
-
-        Args:
-          program: the program, to run where `args` are.
-          args: its arguments.
-          donated: the numbers of the arguments that are donated.
-          outs: where its results are placed; None: on the device of `args`.
-        """
-        run, calls_back = self._find(program, args, donated, outs)
-        with _launching if isinstance(outs, tuple) else contextlib.nullcontext():
-            *results, token = run(*args)
-        if calls_back:
+    def run(self, args: Sequence[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Returns the results, possibly not ready, and a token that is ready with them."""
+        with self._launching:
+            *results, token = self._run(*args)
+        if self._calls_back:
             jax.block_until_ready(token)
         return tuple(results), token
 
-    def trace(
-        self,
-        program: Program,
-        args: Sequence[Given],
-        donated: tuple[int, ...] = (),
-        outs: OutShardings | None = None,
-    ) -> jax.stages.Traced:
-        """Returns the traced function that `run` calls for such arguments."""
-        jitted, _ = self._find(program, args, donated, outs)
-        return jitted.trace(*args)
 
-    def _find(
-        self,
-        program: Program,
-        args: Sequence[Given],
-        donated: tuple[int, ...],
-        outs: OutShardings | None,
-    ) -> Any:
-        if raises_for_values():  # only after running, when donated arrays would be gone
-            donated = ()
-        found = self._jitted.get(program, {}).get((donated, outs))
-        if found is not None:
-            return found
-        with self._making:  # else two workers would trace one program twice
-            variants = self._jitted.setdefault(program, {})
-            if (donated, outs) not in variants:
-                variants[donated, outs] = _make(program, args, donated, outs)
-            return variants[donated, outs]
+def lower(program: Program, ins: Sequence[Sharding], outs: Sequence[Sharding]) -> Lowered:
+    """Returns the program that an `Executable` runs, lowered."""
+    return _jit(program, outs).lower(*_structs(program, ins))
 
 
-def _make(
-    program: Program,
-    args: Sequence[Given],
-    donated: tuple[int, ...],
-    outs: OutShardings | None,
-) -> Any:
-    fn = program.fn  # the jitted function must not keep its own key alive
+def _jit(program: Program, outs: Sequence[Sharding], donated: tuple[int, ...] = ()) -> Any:
+    fn = program.fn  # what is kept for a program must not keep that alive
 
     def with_token(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return (*fn(*arrays), jnp.zeros((), jnp.bool_))
 
     with_token.__name__ = with_token.__qualname__ = program.name
-    # Results are committed to a device if arguments are, but unused ones would not count.
-    jit = functools.partial(jax.jit, with_token, out_shardings=outs, keep_unused=True)
-    jitted = jit()
-    if _calls_back(jitted.trace(*args).jaxpr.jaxpr):
-        return jitted, True
-    if donated:
-        jitted = jit(donate_argnums=donated)
-    return jitted, False
+    return jax.jit(with_token, out_shardings=tuple(outs), donate_argnums=donated)
 
 
-def compile_traced(traced: jax.stages.Traced) -> list[jax.ShapeDtypeStruct]:
-    """Compiles what `Programs.trace` returned; returns the structs of its results.
+def _structs(program: Program, ins: Sequence[Sharding]) -> list[jax.ShapeDtypeStruct]:
+    return [struct_of(aval, where) for aval, where in zip(program.avals, ins, strict=True)]
 
-    This fills the caches of `jax.jit` itself, so that `Programs.run` compiles nothing.
+
+class OnceEach(Generic[T]):
+    """What is made once for an object and a key, as long as the object lives.
+
+    Threads that need the same wait for the one that makes it.
     """
-    traced.lower().compile()
-    outs: Any = traced.out_info
-    return outs[:-1]
+
+    def __init__(self) -> None:
+        self._found = weakref.WeakKeyDictionary[Any, dict[Hashable, _Once[T]]]()
+        self._adding = threading.Lock()
+
+    def get(self, owner: object, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` returned for them; `make` may not keep the owner alive."""
+        once = self._found.get(owner, {}).get(key)
+        if once is None:
+            with self._adding:
+                once = self._found.setdefault(owner, {}).setdefault(key, _Once())
+        if not once.made:
+            with once.making:
+                if not once.made:
+                    once.made.append(make())
+        return once.made[0]
+
+
+class _Once(Generic[T]):
+    def __init__(self) -> None:
+        self.making = threading.Lock()
+        self.made: list[T] = []
 
 
 def raises_for_values() -> bool:
@@ -251,10 +235,7 @@ def _calls_back(jaxpr: jec.Jaxpr) -> bool:
 
 
 def place(array: Argument, where: Sharding) -> Any:
-    """Returns an array committed to `where`, so that a program's results stay there too.
-
-    Numpy arrays are returned as they are: the program moves them to its other arguments.
-    """
+    """Returns an array committed to `where`; a numpy array as it is: the program moves it."""
     if isinstance(array, RemoteArray):
         return np.asarray(array)
     if isinstance(array, np.ndarray) or (array.committed and array.sharding == where):
@@ -285,40 +266,9 @@ def sharding_of(slot: int, plan: StepPlan, home: Topology) -> Sharding:
     return home.per_replica if slot in plan.varying else home.mirrored
 
 
-def outs_of(stage: Stage, plan: StepPlan, home: Topology) -> tuple[Sharding, ...]:
-    """Returns the shardings of the results, and of the token, of a stage's program."""
-    return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)
-
-
-# -- which plans are compiled -------------------------------------------------
-
-
-class CompiledPlans:
-    """Which plans have their programs compiled, and for which signatures."""
-
-    def __init__(self) -> None:
-        self._locks = weakref.WeakKeyDictionary[StepPlan, dict[Hashable, threading.Lock]]()
-        self._compiled = weakref.WeakKeyDictionary[StepPlan, set[Hashable]]()
-        self._adding = threading.Lock()
-
-    def compile_once(
-        self, plan: StepPlan, signature: Hashable, compile_programs: Callable[[], None]
-    ) -> None:
-        """Calls `compile_programs`, unless it was called before for this plan and signature.
-
-        Workers that share devices wait for the one that compiles.
-
-        Args:
-          plan: a plan.
-          signature: what its programs depend on besides the plan.
-          compile_programs: compiles them.
-        """
-        if signature in self._compiled.get(plan, ()):
-            return
-        with self._adding:
-            compiled = self._compiled.setdefault(plan, set())
-            lock = self._locks.setdefault(plan, {}).setdefault(signature, threading.Lock())
-        with lock:
-            if signature not in compiled:
-                compile_programs()
-                compiled.add(signature)
+def shardings_of(
+    stage: Stage, plan: StepPlan, home: Topology
+) -> tuple[list[Sharding], list[Sharding]]:
+    """Returns the shardings of a program's operands, and of its results and token."""
+    place_of = lambda slot: sharding_of(slot, plan, home)
+    return [*map(place_of, stage.operands)], [*map(place_of, stage.results), home.mirrored]

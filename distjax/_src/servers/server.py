@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,18 +21,16 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax._src import jax_compat
 from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import copied, transfer, transfer_each
 from distjax._src.servers.plan import (
-    Given,
-    Programs,
+    Executable,
+    OnceEach,
     Push,
     as_view,
-    compile_traced,
     place,
     raises_for_values,
     struct_of,
@@ -141,8 +138,6 @@ class ParameterServer(Protocol):
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         """Goes back to a snapshot; variables created since keep their values, if any.
-
-        Variables removed since do not come back.
 
         Args:
           snapshot: of this server.
@@ -284,9 +279,7 @@ class Server(ParameterServer):
         self._lock = threading.Lock()
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
-        self._sizes: dict[str, int] = {}  # bytes, by key
-        self._is_new = True  # a process that has never had variables learns them in a restore
-        self._programs = Programs()
+        self._programs = OnceEach[Executable]()
         self._copy = jax.jit(_copies)  # one call for all values of a pull
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
         self._compiling = threading.Lock()
@@ -301,7 +294,7 @@ class Server(ParameterServer):
             self._forget_removed()
             return Report(
                 self._version,
-                sum(self._sizes[key] for key in self._values),
+                sum(value.nbytes for value in self._values.values()),
                 self._applied.num_kept,
                 self.staleness.copy(),
                 self._bytes_pulled,
@@ -314,8 +307,7 @@ class Server(ParameterServer):
         value = self._own(value)
         with self._lock:
             self._forget_removed()
-            self._values[key], self._sizes[key] = value, value.nbytes
-            self._is_new = False
+            self._values[key] = value
 
     def remove(self, keys: Iterable[str]) -> None:
         self._removed.extend(keys)
@@ -334,7 +326,7 @@ class Server(ParameterServer):
         """
         with self._lock:  # so that a copy begins before a push reuses the memory
             values = self._require(keys)
-            self._bytes_pulled += sum(self._sizes[key] for key in keys)
+            self._bytes_pulled += sum(value.nbytes for value in values)
             if home is None:
                 jax.block_until_ready(values)
                 return self._version, [as_view(value) for value in values]
@@ -364,29 +356,24 @@ class Server(ParameterServer):
 
     # -- closures -------------------------------------------------------------
 
-    def compile(self, push: Push, operands: Sequence[Given] = ()) -> None:
-        """Compiles the program of a push beforehand, since a push that compiles holds up others.
-
-        Args:
-          push: the push.
-          operands: those of the worker: a numpy array is one here too.
-        """
-        held = self._structs(push.takes)
-        avals = push.program.avals[len(held) :]
-        arrays = [
-            x if isinstance(x, np.ndarray) else struct_of(aval, self._here)
-            for x, aval in itertools.zip_longest(operands, avals)
-        ]
-        with self._compiling, jax.default_device(self.device):
-            args = [*held, *arrays]
-            compile_traced(self._programs.trace(push.program, args, _donated(push)))
+    def compile(self, push: Push) -> Executable:
+        """Returns the program of a push; one that compiles in a push would hold up all others."""
+        replaced = tuple(i for i, key in enumerate(push.takes) if key in push.writes)
+        donated = () if raises_for_values() else replaced  # raised afterwards: they must be there
+        ins = [self._here] * len(push.program.avals)
+        outs = [self._here] * (len(push.writes) + len(push.answers) + 1)
+        make = lambda: Executable(push.program, ins, outs, donated)
+        return self._programs.get(push.program, donated, make)
 
     def compile_pull(self, keys: Sequence[str], home: Topology) -> None:
         """Compiles what `pull` runs."""
-        held = self._structs(keys) if self.device in home.devices else ()
-        if held:
-            with self._compiling:
-                self._copy.trace(*held).lower().compile()
+        if not keys or self.device not in home.devices:
+            return
+        with self._lock:
+            avals = map(jax_compat.aval_of, self._require(keys))
+            held = [struct_of(aval, self._here) for aval in avals]
+        with self._compiling:
+            self._copy.trace(*held).lower().compile()
 
     def push(
         self,
@@ -421,9 +408,7 @@ class Server(ParameterServer):
                 return earlier
             if before is not None:
                 self._call(before)
-            with jax.default_device(self.device):  # else it is compiled for each worker's
-                args = [*values, *arrays]
-                results, token = self._programs.run(push.program, args, _donated(push))
+            results, token = self.compile(push).run([*values, *arrays])
             num_writes = len(push.writes)
             new_values, answers = results[:num_writes], results[num_writes:]
             self._bytes_pushed += sum(x.nbytes for x in arrays)
@@ -454,13 +439,10 @@ class Server(ParameterServer):
         values = dict(zip(snapshot.values, _copies(*snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
-            # A lost server still knows which variables it had.
-            known = values if self._is_new else self._sizes
-            self._values.update((key, values[key]) for key in list(known) if key in values)
-            self._sizes.update((key, value.nbytes) for key, value in self._values.items())
+            self._values.update(values)
             self._version = snapshot.version
             self._applied.restart(num_closures)
-            self.is_lost = self._is_new = False
+            self.is_lost = False
 
     def lose(self) -> None:
         """Drops all values, like a server that dies."""
@@ -482,9 +464,7 @@ class Server(ParameterServer):
 
     def _forget_removed(self) -> None:
         while self._removed:
-            key = self._removed.popleft()
-            self._values.pop(key, None)
-            self._sizes.pop(key, None)
+            self._values.pop(self._removed.popleft(), None)
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         self._forget_removed()
@@ -497,11 +477,6 @@ class Server(ParameterServer):
                 self.number, "no variable of that key: it was made after the snapshot"
             ) from None
 
-    def _structs(self, keys: Iterable[str]) -> list[jax.ShapeDtypeStruct]:
-        """Returns what stands for values in a compilation; takes the lock."""
-        with self._lock:
-            return [struct_of(jax_compat.aval_of(x), self._here) for x in self._require(keys)]
-
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), self._here)
@@ -509,8 +484,3 @@ class Server(ParameterServer):
 
 def _copies(*values: jax.Array) -> list[jax.Array]:
     return [jnp.array(value, copy=True) for value in values]
-
-
-def _donated(push: Push) -> tuple[int, ...]:
-    """Returns the argument numbers of the values that a push replaces."""
-    return tuple(i for i, key in enumerate(push.takes) if key in push.writes)

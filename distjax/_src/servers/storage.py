@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -141,17 +140,16 @@ class ServerPlacement:
 
     Attributes:
       synchronizes: False, since a server has one value, however many replicas a worker has.
-      loads: the bytes of the variables at each server.
     """
 
     synchronizes = False
 
     def __init__(self, num_servers: int, device: jax.Device, partitioner: Partitioner | None):
-        self.loads = [0] * num_servers
+        self._num_servers = num_servers
         self.at_every_server = AtEveryServer(ServerLayout(None, device))
         self._device, self._partitioner = device, partitioner
         self._lock = threading.Lock()
-        self._removed: collections.deque[tuple[int, int]] = collections.deque()
+        self._variables = weakref.WeakSet[ServerStorage]()
 
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
@@ -162,21 +160,20 @@ class ServerPlacement:
             return own.beside(tuple(shape))
         return self._place(self._rows(tuple(shape), dtype))
 
-    def add(self, portions: Iterable[tuple[int, int]]) -> None:
-        """Adds a new variable's (server number, bytes) portions to the loads."""
+    @property
+    def loads(self) -> list[int]:
+        """The bytes of the variables at each server."""
+        loads = [0] * self._num_servers
         with self._lock:
-            self._forget_removed()
-            for server, size in portions:
-                self.loads[server] += size
+            for variable in self._variables:
+                for server, part in variable.homes:
+                    loads[server] += num_bytes(part)
+        return loads
 
-    def remove(self, portions: Iterable[tuple[int, int]]) -> None:
-        """Subtracts a dead variable's portions, later; lock-free, for finalizers."""
-        self._removed.extend(portions)
-
-    def _forget_removed(self) -> None:
-        while self._removed:
-            server, size = self._removed.popleft()
-            self.loads[server] -= size
+    def add(self, variable: ServerStorage) -> None:
+        """Counts a new variable, as long as it is alive."""
+        with self._lock:
+            self._variables.add(variable)
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
         """Returns how many rows each shard has, more in the first ones; [1] for a whole variable.
@@ -194,9 +191,7 @@ class ServerPlacement:
 
     def _place(self, rows: Sequence[int]) -> ServerLayout:
         """Returns the layout of shards at the servers in turn, the least loaded first."""
-        with self._lock:
-            self._forget_removed()
-            turns = sorted(range(len(self.loads)), key=self.loads.__getitem__)
+        turns = sorted(range(self._num_servers), key=self.loads.__getitem__)
         shards = tuple(Shard(turns[i % len(turns)], n) for i, n in enumerate(rows))
         return ServerLayout(turns[0], self._device, shards if len(shards) > 1 else ())
 
@@ -290,16 +285,17 @@ class ServerStorage(StoredArray):
         super().__init__(variable, lock)
         self.parts = parts
         everywhere = range(len(servers))
-        homes = [
+        #: Its parts, each with the number of its server.
+        self.homes = [
             (n, part)
             for part in parts
             for n in (everywhere if part.server is None else (part.server,))
         ]
-        placement.add((n, num_bytes(part)) for n, part in homes)
-        weakref.finalize(self, _remove, servers, placement, homes).atexit = False
+        placement.add(self)
+        weakref.finalize(self, _remove, servers, self.homes).atexit = False
         self._servers, self._device = servers, device
         self._read_at = _by_server((part.server or 0, part) for part in parts)
-        self._written_at = _by_server(homes)
+        self._written_at = _by_server(self.homes)
         self._is_made = False
 
     def read(self) -> jax.Array | None:
@@ -374,15 +370,10 @@ def _by_server(homes: Iterable[tuple[int, Part]]) -> Mapping[int, Sequence[Part]
     return found
 
 
-def _remove(
-    servers: Sequence[ParameterServer],
-    placement: ServerPlacement,
-    homes: Sequence[tuple[int, Part]],
-) -> None:
+def _remove(servers: Sequence[ParameterServer], homes: Iterable[tuple[int, Part]]) -> None:
     """Drops a variable from servers; lock-free, since a finalizer may interrupt any code."""
     for number, part in homes:
         servers[number].remove([part.key])
-    placement.remove((number, num_bytes(part)) for number, part in homes)
 
 
 def parts_of(variable: Variable) -> tuple[Part, ...]:

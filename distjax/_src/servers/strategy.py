@@ -32,7 +32,7 @@ from distjax._src.servers.coordinator import run_step
 from distjax._src.servers.cutting.description import CutDescription, describe_plan
 from distjax._src.servers.cutting.plans import Cutter
 from distjax._src.servers.engine import Engine, ThreadEngine
-from distjax._src.servers.plan import Programs, StepPlan, outs_of, sharding_of, struct_of
+from distjax._src.servers.plan import StepPlan, lower, shardings_of
 from distjax._src.servers.server import ParameterServer
 from distjax._src.servers.storage import (
     ServerPlacement,
@@ -303,15 +303,8 @@ class ParameterServerStrategy(Strategy):
 @user_mesh.ignores_user_mesh
 def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
     """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
-    programs, lowered = Programs(), []
-    for stage in plan.stages if home.mesh is not None else ():
-        operands = [
-            struct_of(aval, sharding_of(slot, plan, home))
-            for slot, aval in zip(stage.operands, stage.program.avals, strict=True)
-        ]
-        traced = programs.trace(stage.program, operands, outs=outs_of(stage, plan, home))
-        lowered.append(traced.lower())
-    return lowered
+    stages = plan.stages if home.mesh is not None else ()
+    return [lower(stage.program, *shardings_of(stage, plan, home)) for stage in stages]
 
 
 def _as_engine(engine: Engine | str) -> Engine:

@@ -14,11 +14,11 @@ from jax import export
 
 import distjax as dj
 from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.servers.on_ray import processes
-from distjax._src.servers.on_ray.actors import WorkerActor, _Gone
+from distjax._src.servers.on_ray import actors, processes
+from distjax._src.servers.on_ray.actors import WorkerActor
 from distjax._src.servers.on_ray.processes import RayWorkers
-from distjax._src.servers.on_ray.wire import Order, ServerGone, StableFunction
-from distjax.errors import ClusterError, UnsupportedError
+from distjax._src.servers.on_ray.wire import Order, StableFunction
+from distjax.errors import ClusterError, ServerLostError, UnsupportedError
 from tests.faults.four_parts import is_explained
 from tests.processes.jobs import run_job
 from tests.servers.ray.conftest import make_engine
@@ -120,21 +120,27 @@ def test_a_process_that_died_is_replaced_once(monkeypatch):
     process = workers.begin(0)
     monkeypatch.setattr("ray.kill", lambda actor: None)
     for _ in range(2):
-        workers.replace_dead(0, process, None, RuntimeError("it did not start"))
-        assert workers.begin(0).actor is made[1] and process.error is None
+        assert workers.replace_dead(0, process, RuntimeError("it died")) == "it died"
+        assert workers.begin(0).actor is made[1]
+    assert [process.blame(), process.blame()] == [True, False]  # its oldest attempt, no other
 
 
 def test_a_lost_server_ends_the_attempt(monkeypatch):
+    import ray
+
+    def get(call):
+        raise ray.exceptions.RayActorError
+
     actor = WorkerActor(1, "replica")
-    actor._plans, actor._epoch = {3: None}, 1
-    order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
+    monkeypatch.setattr(ray, "get", get)
 
     def begin(order, elements):
         actor._attempts[order.closure] = "in progress", iter(())
-        raise _Gone(2)
+        actors._get_all({2: "a call"})
 
     monkeypatch.setattr(actor, "_begin", begin)
-    assert actor.run(order) == ServerGone(2)
+    failed = actor.run(Order(3, 7, 1, [], ProgramModes.of_this_thread()))
+    assert isinstance(failed.error, ServerLostError) and "server 2" in str(failed.error)
     assert not actor._attempts
 
 

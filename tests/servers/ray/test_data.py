@@ -14,7 +14,7 @@ import pytest
 import distjax as dj
 from distjax._src.servers.engine import WorkerDied
 from distjax._src.servers.on_ray.actors import WorkerActor
-from distjax._src.servers.on_ray.engine import RemoteData, Sent, _DrawnElement
+from distjax._src.servers.on_ray.engine import RemoteElements, Sent, _DrawnElement
 from distjax._src.servers.on_ray.wire import Done
 from distjax._src.servers.per_worker import RemoteArray
 from distjax.errors import EndOfDataError
@@ -170,29 +170,36 @@ def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
             iter(dataset)
 
 
-class FakeWorkers:
-    """Workers whose processes are objects of this one: what is remote is done by `ray.get`."""
+class FakeEngine:
+    """An engine whose processes are objects of this one: what is remote is done by `ray.get`."""
+
+    max_failures = 3
 
     def __init__(self):
-        self.worker, self.deaths = WorkerActor(1, "replica"), []
+        self.workers, self.worker, self.deaths = self, WorkerActor(1, "replica"), []
 
     def find(self, worker):
         draw = types.SimpleNamespace(options=lambda num_returns: draw, remote=self._draw)
-        return types.SimpleNamespace(actor=types.SimpleNamespace(draw=draw), in_hand=[])
+        return types.SimpleNamespace(actor=types.SimpleNamespace(draw=draw), data={7, 8})
+
+    def current_data(self):
+        return {7}
 
     def _draw(self, *args):
+        assert args[-1] == {8}  # nobody has it any more
         return lambda: self.worker.draw(*args)[0], lambda: self.worker.draw(*args)[1]
 
     def replace_dead(self, *of):
         self.deaths.append(of)
-        return WorkerDied("killed", has_begun=False)
+        return "killed"
 
 
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
     monkeypatch.setattr("ray.get", lambda call: call())
-    data = RemoteData(FakeWorkers(), max_failures=3)
+    elements = RemoteElements(FakeEngine(), 0, 7, lambda: [])
+    elements._pickled = b"a function of a module that is not installed there"
     with pytest.raises(pickle.UnpicklingError):
-        data.draw(0, 0, b"a function of a module that is not installed there", 0)
+        elements[0]
 
 
 def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
@@ -204,10 +211,10 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
         raise ray.exceptions.RayActorError
 
     monkeypatch.setattr(ray, "get", get)
-    workers = FakeWorkers()
+    engine = FakeEngine()
     with pytest.raises(WorkerDied, match="^killed$") as caught:
-        RemoteData(workers, max_failures=3).draw(0, 0, b"", 0)
-    assert caught.value.has_begun and len(workers.deaths) == 3
+        RemoteElements(engine, 0, 7, lambda: [])[0]
+    assert caught.value.has_begun and len(engine.deaths) == 3
 
 
 def test_elements_of_a_machine_that_is_lost_are_made_again(monkeypatch):
@@ -231,8 +238,8 @@ def test_elements_of_a_machine_that_is_lost_are_made_again(monkeypatch):
     calls = []
     answers = iter([RayTaskError("run", "", lost), Done([], {})])
     run = types.SimpleNamespace(remote=lambda *args: (calls.append(args), next(answers))[1])
-    process = types.SimpleNamespace(actor=types.SimpleNamespace(run=run), in_hand=[])
-    engine = types.SimpleNamespace(number_of=lambda plan: 0, epoch=0, servers=[])
+    process = types.SimpleNamespace(actor=types.SimpleNamespace(run=run))
+    engine = types.SimpleNamespace(introduce=lambda plan, process: 0, servers=[])
     task = types.SimpleNamespace(closure=0, attempt=1, plan=None, arrays=[array])
     Sent(engine, 0, process, task).ask("run")
     assert [len(elements[0][0]) for _, *elements in calls] == [2, 3]
@@ -246,5 +253,5 @@ def test_an_exit_of_data_fails_its_closure():
     def make(context=None):
         raise SystemExit(17)
 
-    failed, _ = WorkerActor(1, "replica").draw(0, cloudpickle.dumps(make), 0)
+    failed, _ = WorkerActor(1, "replica").draw(0, cloudpickle.dumps(make), 0, ())
     assert isinstance(failed.error, SystemExit) and failed.error.code == 17

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,29 +58,10 @@ class Code:
         atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
         return {v for v in atoms if not isinstance(v, Literal)}
 
-    def needed(self, results: Iterable[int], effects: Collection[int]) -> set[int]:
-        """Returns the numbers of the equations that some of the results and effects need."""
-        wanted = {v for i in results if not isinstance(v := self.jaxpr.outvars[i], Literal)}
-        numbers: set[int] = set()
-        for number, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
-            if number in effects or not wanted.isdisjoint(eqn.outvars):
-                numbers.add(number)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        return numbers
-
-    def cut_to(self, results: Sequence[int], effects: Collection[int] | None = None) -> Code:
-        """Returns the code of only some of the results; it takes the same arrays.
-
-        Args:
-          results: the numbers of the results.
-          effects: the numbers of the equations to run for their effects; None: all.
-        """
+    def cut_to(self, results: Iterable[int]) -> Code:
+        """Returns the code of only some of the results, by number; it takes the same arrays."""
         like, ends = self.jaxpr, [self.jaxpr.outvars[i] for i in results]
-        eqns = like.eqns
-        if effects is not None:
-            numbers = self.needed(results, effects)
-            eqns = [e for i, e in enumerate(eqns) if i in numbers]
-        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, eqns)
+        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, like.eqns)
         # This also prunes inside of loops, branches and calls.
         needed, _ = jax_compat.dce_jaxpr(whole, [True] * len(ends), instantiate=True)
         return Code(needed, self.consts)
@@ -133,12 +114,21 @@ def aval_of_atom(atom: Var | Literal) -> ShapedArray:
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
-    """Returns the code of a function of flat arrays; nothing in it names a device."""
+def trace_code(
+    fn: Callable[..., Sequence[Any]], avals: Sequence[Any], *, is_opened: bool = False
+) -> Code:
+    """Returns the code of a function of flat arrays; nothing in it names a device.
+
+    Args:
+      fn: the function.
+      avals: shapes and dtypes of the arrays.
+      is_opened: whether its calls are inlined, so that their equations can be cut too.
+    """
     jaxpr, consts = inner_traces.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
-    if any(map(_places, jaxpr.eqns)):
-        anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, _places)
-        return trace_code(anywhere, avals)
+    opens = opens_call if is_opened else _places
+    if any(_places(eqn) or opens(eqn) for eqn in jaxpr.eqns):
+        anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, opens)
+        return trace_code(anywhere, avals, is_opened=is_opened)
     invars = [*jaxpr.constvars, *jaxpr.invars]
     whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
     return Code(whole, [off_devices(c) for c in consts])
@@ -181,13 +171,6 @@ def eval_opened(
         return otherwise(jaxpr, eqn, ins)
 
     return jax_compat.eval_jaxpr(jaxpr, consts, args, bind)
-
-
-def open_code(code: Code) -> Code:
-    """Returns the code with its calls inlined."""
-    avals = [aval_of_atom(v) for v in code.inputs]
-    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens_call)
-    return trace_code(run, avals)
 
 
 def opens_call(eqn: JaxprEqn) -> bool:

@@ -59,7 +59,6 @@ from distjax._src.servers.cutting.stages import (
     join_answers,
     move_to_worker,
     open_calls,
-    opened,
     read_parts,
     slices_of_operands,
     split_stages,
@@ -213,8 +212,7 @@ class Cutter:
             count = len(traced.result.leaves)
             examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
         varying = [value.varying for value in values]
-        paths = tuple(user_path(path, names) for path in partitioned.paths)
-        return assemble_plan(function_name(fn), traced, varying, paths, self)
+        return assemble_plan(function_name(fn), traced, varying, self)
 
     def _values_of(
         self,
@@ -323,7 +321,6 @@ def assemble_plan(
     name: str,
     traced: ReplicaTrace,
     args_varying: Sequence[bool],
-    arg_names: tuple[str, ...],
     cutter: Cutter,
 ) -> StepPlan:
     """Returns the plan of a traced replica function.
@@ -332,7 +329,6 @@ def assemble_plan(
       name: its name, for the user.
       traced: its trace.
       args_varying: for each flat argument, whether it has a row for each replica.
-      arg_names: for each flat argument, its name for the user.
       cutter: the strategy's.
 
     Raises:
@@ -370,7 +366,6 @@ def assemble_plan(
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         kept=tuple(v.stored for v in variables),
         varying=frozenset(slots[v] for v in localities.varying if v in slots),
-        argument_names=arg_names,
     )
 
 
@@ -447,7 +442,6 @@ def _cut_stages(
 def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update]:
     """Returns the part of an update that runs at the worker, and the rest."""
     if cut == "least_bytes":
-        update = opened(update)
         return move_to_worker(update, equations_at_worker(update, num_servers))
     return move_to_worker(update, slices_of_operands(update))
 

@@ -46,7 +46,6 @@ from distjax._src.servers.cutting.code import (
     aval_of_atom,
     eval_opened,
     in_own_buffers,
-    open_code,
     trace_code,
 )
 from distjax._src.servers.cutting.rows import in_shards
@@ -339,7 +338,7 @@ def trace_update(
 
     avals = [ShapedArray(v.shape, v.dtype) for v in variables]
     avals += map(localities.aval, operands)
-    code, parts = trace_code(update, avals), _parts_of_all(variables)
+    code, parts = trace_code(update, avals, is_opened=True), _parts_of_all(variables)
     if len(parts) > len(variables):
         taken = [*map(sizes_of, variables), *(() for _ in operands)]
         given = [*map(sizes_of, written), *(() for _ in answers)]
@@ -374,8 +373,8 @@ def _run_merge(
 
 def join_answers(update: Update) -> tuple[Update, NamedCode]:
     """Returns an update whose answers need one server each, and code that joins the others."""
-    code = open_code(update.code)
-    homes = _Homes(update, code)
+    code = update.code
+    homes = _Homes(update)
     num_written = len(update.written)
     outs = list(zip(update.answers, code.outputs[num_written:], strict=True))
     joint = [(name, v) for name, v in outs if homes.are_several(v)]
@@ -398,16 +397,13 @@ def join_answers(update: Update) -> tuple[Update, NamedCode]:
 class _Homes:
     """At which servers the values of an update can be computed.
 
-    Args:
-      update: the update.
-      code: its code, opened.
-
     Attributes:
-      eqns: the equations of the code; one with several results is split into one for each, as
+      eqns: the equations of its code; one with several results is split into one for each, as
         these may have different homes.
     """
 
-    def __init__(self, update: Update, code: Code):
+    def __init__(self, update: Update):
+        code = update.code
         self._homes: dict[Var, frozenset[int | None]] = {
             v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
         }
@@ -482,31 +478,8 @@ def _first_server(parts: Iterable[Part], default: int) -> int:
     return min((part.server for part in parts if part.server is not None), default=default)
 
 
-def _effects_by_server(
-    update: Update, name: str, results: Mapping[int, Sequence[int]]
-) -> dict[int, list[int]]:
-    """Returns the numbers of the equations with effects, such as callbacks, that each server runs.
-
-    Each runs once: where its value is used, else where a variable that it reads lives.
-    """
-    found: dict[int, list[int]] = {}
-    needed = {server: update.code.needed(numbers, ()) for server, numbers in results.items()}
-    for number, eqn in enumerate(update.code.jaxpr.eqns):
-        if not eqn.effects:
-            continue
-        servers = [server for server in needed if number in needed[server]]
-        if len(servers) > 1:
-            raise MergeError(_shared_effect_text(name, servers))
-        read = _parts_used(update, (), [number])
-        servers = servers or [_first_server(read, min(results, default=0))]
-        found.setdefault(servers[0], []).append(number)
-    return found
-
-
-def _parts_used(
-    update: Update, results: Sequence[int], effects: Collection[int] = ()
-) -> list[Part]:
-    used = update.code.cut_to(results, effects).used
+def _parts_used(update: Update, results: Sequence[int]) -> list[Part]:
+    used = update.code.cut_to(results).used
     return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
 
 
@@ -519,18 +492,20 @@ def cut_by_owner(update: Update, name: str, stage: int, num_servers: int) -> lis
       MergeError: a server would need another one's variable, or several the value of a callback.
     """
     results = results_by_server(update, num_servers)
-    effects = _effects_by_server(update, name, results)
+    if any(eqn.effects for eqn in update.code.jaxpr.eqns):
+        results = results or {_first_server(update.parts, 0): []}
+        if len(results) > 1:
+            raise MergeError(_shared_effect_text(name, results))
     pushes: list[Push] = []
-    for server in sorted({*results, *effects}):
-        own = results.get(server, []), effects.get(server, [])
-        code = update.code.cut_to(*own)
+    for server, own in sorted(results.items()):
+        code = update.code.cut_to(own)
         made: list[Any] = [*update.written, *update.answers]
-        writes = [made[i] for i in own[0] if i < len(update.written)]
+        writes = [made[i] for i in own if i < len(update.written)]
         names: list[Any] = [*update.parts, *update.operands]
         taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
         takes = [names[i] for i in taken if i < len(update.parts)]
         if _foreign(takes, server):
-            raise MergeError(_foreign_text(update, name, server, *own))
+            raise MergeError(_foreign_text(update, name, server, own))
         code = in_own_buffers(code.taking(taken))
         pushes.append(
             Push(
@@ -538,7 +513,7 @@ def cut_by_owner(update: Update, name: str, stage: int, num_servers: int) -> lis
                 operands=tuple(names[i] for i in taken if i >= len(update.parts)),
                 takes=tuple(part.key for part in takes),
                 writes=tuple(part.key for part in writes),
-                answers=tuple(made[i] for i in own[0] if i >= len(update.written)),
+                answers=tuple(made[i] for i in own if i >= len(update.written)),
                 program=code.as_program(f"{name} server {server}.{stage}"),
             )
         )
@@ -550,22 +525,21 @@ def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
     return [part for part in parts if part.server not in (None, server)]
 
 
-def _shared_effect_text(name: str, servers: Sequence[int]) -> str:
+def _shared_effect_text(name: str, servers: Iterable[int]) -> str:
     return message(
-        f"{name} needs callbacks in merges whose value one server uses",
-        got=f"one whose value servers {' and '.join(map(str, servers))} use",
+        f"{name} needs merges with callbacks to run at one server",
+        got=f"one that servers {' and '.join(map(str, sorted(servers)))} take part in",
         why="each of them would call it, and servers do not talk to each other",
-        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,))",
+        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,)); or "
+        f"{_ONE_SERVER}",
     )
 
 
-def _foreign_text(
-    update: Update, name: str, server: int, results: Sequence[int], effects: Sequence[int]
-) -> str:
+def _foreign_text(update: Update, name: str, server: int, results: Sequence[int]) -> str:
     written = [i for i in results if i < len(update.written)]
     wrong = [i for i in written if _foreign(_parts_used(update, [i]), server)]
     what = f"variable {update.written[wrong[0]].name!r}" if wrong else "a callback of its merge"
-    used = _parts_used(update, wrong[:1]) if wrong else _parts_used(update, results, effects)
+    used = _parts_used(update, wrong[:1] or results)
     foreign = _foreign(used, server)
     lives = ", ".join(f"{part.name!r} {part.lives}" for part in foreign[:3])
     lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
@@ -624,11 +598,6 @@ def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, U
         NamedCode(moved, update.operands, (*computed, *(name for name, _ in own))),
         Update(rest, update.parts, sent, update.written, tuple(name for name, _ in asked)),
     )
-
-
-def opened(update: Update) -> Update:
-    """Returns the update with its calls inlined, so that their equations can be cut too."""
-    return dataclasses.replace(update, code=open_code(update.code))
 
 
 def equations_at_worker(update: Update, num_servers: int) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,14 +22,12 @@ from distjax._src.servers.on_ray.wire import (
     Order,
     Outcome,
     Place,
-    ServerGone,
-    Unknown,
     from_wire,
     to_wire,
 )
 from distjax._src.servers.per_worker import Elements
-from distjax._src.servers.plan import CompiledPlans, Given, Programs, Push, Stage, StepPlan
-from distjax._src.servers.server import Answer, PushKey, Server
+from distjax._src.servers.plan import Executable, OnceEach, Push, Stage, StepPlan
+from distjax._src.servers.server import Answer, PushKey, Server, lost_error
 from distjax._src.typing import PyTree
 
 if TYPE_CHECKING:
@@ -44,12 +42,9 @@ class WorkerActor:
         self._home = one_device_topology(self._device, 1, axis_name)
         if others:
             self._home = mesh_topology((self._device, *others), axis_name)
-        self._programs = Programs()
-        self._compiled = CompiledPlans()
         self._plans: dict[int, StepPlan] = {}
         self._datasets: dict[int, Elements] = {}
-        self._epoch = -1
-        self._servers: Sequence[ActorHandle[ServerActor]] = ()
+        self.set_servers(())
         #: By closure, from `begin` to the last `push`.
         self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
         self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
@@ -57,30 +52,33 @@ class WorkerActor:
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
 
-    def add_plan(
-        self, plan: int, programs: StepPlan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
-    ) -> None:
-        """Stores a plan, and the current servers."""
-        self._plans[plan] = programs
-        self._epoch, self._servers = epoch, servers
+    def set_servers(self, servers: Sequence[ActorHandle[ServerActor]]) -> None:
+        """Stores the servers: new ones have nothing compiled."""
+        self._servers, self._compiled = servers, OnceEach[list[Executable]]()
 
-    def drop_plans(self, plans: Iterable[int]) -> None:
-        """Drops plans that the coordinator no longer has."""
-        for plan in plans:
-            self._plans.pop(plan, None)
+    def add_plan(self, number: int, plan: StepPlan, dropped: Iterable[int]) -> None:
+        """Stores a plan, and drops those that the coordinator no longer has."""
+        self._plans[number] = plan
+        for other in dropped:
+            self._plans.pop(other, None)
 
     # -- per-worker data ------------------------------------------------------
 
-    def draw(self, dataset: int, pickled: bytes, index: int) -> tuple[PyTree, list[np.ndarray]]:
+    def draw(
+        self, dataset: int, pickled: bytes, index: int, dropped: Iterable[int]
+    ) -> tuple[PyTree, list[np.ndarray]]:
         """Returns an element with a struct in place of each array, and its arrays.
 
         Args:
           dataset: the number of the dataset.
           pickled: the function that makes it.
           index: the number of the element.
+          dropped: the numbers of datasets that the coordinator no longer has.
         """
         from ray import cloudpickle
 
+        for other in dropped:
+            self._datasets.pop(other, None)
         try:
             if dataset not in self._datasets:
                 self._datasets[dataset] = Elements(cloudpickle.loads(pickled))
@@ -89,11 +87,6 @@ class WorkerActor:
             return Failed.of(error), []
         arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
         return jax.tree.map(_as_struct, element), arrays
-
-    def drop_datasets(self, datasets: Iterable[int]) -> None:
-        """Drops datasets that the coordinator no longer has."""
-        for dataset in datasets:
-            self._datasets.pop(dataset, None)
 
     # -- closures -------------------------------------------------------------
 
@@ -113,14 +106,12 @@ class WorkerActor:
         return self._guarded(order, lambda: self._go_on(order))
 
     def _guarded(self, order: Order, act: Callable[[], Outcome]) -> Outcome:
-        if order.plan not in self._plans or order.epoch != self._epoch:
-            return Unknown()
         try:
             with order.modes():
                 return act()
         except BaseException as error:  # see `draw`
             self._attempts.pop(order.closure, None)
-            return ServerGone(error.server) if isinstance(error, _Gone) else Failed.of(error)
+            return Failed.of(error)
 
     def _begin(self, order: Order, elements: Sequence[Sequence[np.ndarray]]) -> Outcome:
         own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
@@ -128,8 +119,7 @@ class WorkerActor:
         arrays = from_wire(sent, self._device)
         task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
         servers = _RemoteServers(self._servers, order, self._device, self._ready)
-        attempt = Attempt(task, servers, self._programs, self._home)
-        attempt.compile(self._compiled)
+        attempt = Attempt(task, servers, self._home, self._compiled)
         self._attempts[order.closure] = attempt, attempt.run()
         return self._go_on(order)
 
@@ -152,14 +142,6 @@ def _as_struct(leaf: PyTree) -> Any:
     return to_wire(leaf)
 
 
-class _Gone(Exception):
-    """A server does not answer."""
-
-    def __init__(self, server: int):
-        super().__init__(server)
-        self.server = server
-
-
 class _RemoteServers:
     """The servers, as a worker in its own process sees them."""
 
@@ -173,11 +155,12 @@ class _RemoteServers:
         self._servers, self._order, self._device = servers, order, device
         self._token = token
 
-    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push, Sequence[Given]]]) -> None:
-        """Has them compile their programs; what is pulled, they send as it is."""
+    def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
+        """Sends them their programs, and has them compiled; what is pulled is sent as it is."""
         order = self._order
-        for stage, push, _ in pushes:
-            compiled = self._servers[push.server].compile.remote(order.plan, stage, order.modes)
+        for stage, push in pushes:
+            server = self._servers[push.server]
+            compiled = server.compile.remote(order.plan, stage, push, order.modes)
             _get_all({push.server: compiled})
 
     def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
@@ -206,26 +189,15 @@ def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    try:
-        return list(zip(calls, ray.get(list(calls.values())), strict=True))
-    except RayActorError:
-        raise _Gone(_first_gone(calls)) from None
-    except RayTaskError as error:  # as it was raised in the other process
-        raise error.cause from None
-
-
-def _first_gone(calls: Mapping[int, Any]) -> int:
-    import ray
-    from ray.exceptions import RayActorError
-
+    answers: list[tuple[int, Any]] = []
     for server, call in calls.items():
         try:
-            ray.get(call)
+            answers.append((server, ray.get(call)))
         except RayActorError:
-            return server
-        except Exception:  # another server's own error: a lost server takes precedence
-            continue
-    return next(iter(calls))
+            raise lost_error(server) from None
+        except RayTaskError as error:  # as it was raised in the other process
+            raise error.cause from None
+    return answers
 
 
 # -- servers ------------------------------------------------------------------
@@ -239,29 +211,19 @@ class ServerActor:
 
     Args:
       number: its number in the strategy.
-      plans: its pushes by plan and stage, for all current plans.
     """
 
-    def __init__(self, number: int, plans: Mapping[int, Mapping[int, Push]]):
+    def __init__(self, number: int):
         self._device = jax.local_devices()[0]
         self._server = Server(number, self._device)
-        self._plans = dict(plans)
+        self._pushes: dict[tuple[int, int], Push] = {}  # by plan and stage
 
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
 
-    def add_plan(self, plan: int, pushes: Mapping[int, Push]) -> None:
-        """Stores the pushes of a plan to it, by stage."""
-        self._plans[plan] = pushes
-
-    def drop_plans(self, plans: Iterable[int]) -> None:
-        """Drops plans that the coordinator no longer has."""
-        for plan in plans:
-            self._plans.pop(plan, None)
-
-    def plans(self) -> list[int]:
+    def plans(self) -> set[int]:
         """Returns the numbers of the plans that it has."""
-        return list(self._plans)
+        return {plan for plan, _ in self._pushes.copy()}
 
     def ask(self, method: str, args: PyTree, modes: ProgramModes | None) -> PyTree:
         """Returns the result of a method of `ParameterServer`."""
@@ -270,11 +232,14 @@ class ServerActor:
             result = getattr(self._server, method)(*from_wire(args, self._device))
             return to_wire(result)
 
-    def tell(self, over: Iterable[int], removed: Iterable[str]) -> None:
-        """Drops closures that are over, and values of dead variables."""
+    def tell(self, over: Iterable[int], removed: Iterable[str], plans: Collection[int]) -> None:
+        """Drops closures that are over, values of dead variables, and plans."""
         for closure in over:
             self._server.mark_done(closure)
         self._server.remove(removed)
+        for plan, stage in self._pushes.copy() if plans else ():
+            if plan in plans:
+                del self._pushes[plan, stage]
 
     def pull(self, keys: Sequence[str]) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version, for a worker."""
@@ -282,10 +247,11 @@ class ServerActor:
             version, values = self._server.pull(keys, None)
             return version, to_wire(values)
 
-    def compile(self, plan: int, stage: int, modes: ProgramModes) -> None:
-        """Compiles a push, while others are applied: see `Server.compile`."""
+    def compile(self, plan: int, stage: int, push: Push, modes: ProgramModes) -> None:
+        """Stores a push and compiles it, while others are applied: see `Server.compile`."""
+        push = self._pushes.setdefault((plan, stage), push)  # each worker sends it
         with modes():
-            self._server.compile(self._plans[plan][stage])
+            self._server.compile(push)
 
     def push(
         self,
@@ -298,7 +264,7 @@ class ServerActor:
         """Returns version and answers of `Server.push`."""
         operands = from_wire(arrays, self._device)
         with modes():
-            answer = self._server.push(key, self._plans[plan][key[1]], operands, pulled=pulled)
+            answer = self._server.push(key, self._pushes[plan, key[1]], operands, pulled=pulled)
         return answer.version, to_wire(answer.arrays)
 
 
@@ -309,22 +275,19 @@ def make_worker(
     options: Mapping[str, Any], num_replicas: int, axis_name: str
 ) -> ActorHandle[WorkerActor]:
     """Returns a new process of a worker."""
-    return _make(WorkerActor, options, ("draw", "drop_datasets"), num_replicas, axis_name)
+    return _make(WorkerActor, options, "draw", num_replicas, axis_name)
 
 
-def make_server(
-    options: Mapping[str, Any], number: int, plans: Mapping[int, Mapping[int, Push]]
-) -> ActorHandle[ServerActor]:
+def make_server(options: Mapping[str, Any], number: int) -> ActorHandle[ServerActor]:
     """Returns a new process of a server."""
-    return _make(ServerActor, options, ("compile",), number, plans)
+    return _make(ServerActor, options, "compile", number)
 
 
-def _make(kind: type, options: Mapping[str, Any], beside: Sequence[str], *args: object) -> Any:
-    """Returns a process whose methods `beside` run beside the others, one at a time."""
+def _make(kind: type, options: Mapping[str, Any], beside: str, *args: object) -> Any:
+    """Returns a process whose method `beside` runs beside the others, one call at a time."""
     import ray
 
-    for method in beside:
-        ray.method(concurrency_group="beside")(getattr(kind, method))
+    ray.method(concurrency_group="beside")(getattr(kind, beside))
     given: Any = {**options, "concurrency_groups": {"beside": 1}}
     remote: Any = ray.remote(**given)
     return remote(kind).remote(*args)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import threading
@@ -29,7 +28,6 @@ from distjax._src.servers.on_ray.processes import (
     RayWorkers,
     actor_options,
     drain,
-    with_devices,
 )
 from distjax._src.servers.on_ray.wire import (
     Disguised,
@@ -39,9 +37,6 @@ from distjax._src.servers.on_ray.wire import (
     Order,
     Outcome,
     Place,
-    ServerGone,
-    ShippedPlan,
-    Unknown,
     export_plan,
     from_wire,
     to_wire,
@@ -96,16 +91,16 @@ class RayEngine(Engine):
         is_ours = processes.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
         self._server_options = options(server_resources)
+        self._worker_options = functools.partial(options, worker_resources)
         self._servers: list[RayServer] = []
-        self._worker_options = options(worker_resources)
         self._replicas: tuple[int, str]  # of a worker, and the name of their axis
         self.workers: RayWorkers
-        self._data: RemoteData
         self._gate: Gate
-        self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, ShippedPlan]]()
-        self._numbers = itertools.count()  # of plans
-        self._dropped: collections.deque[int] = collections.deque()  # only processes have them
-        self._announcing = threading.RLock()  # held while a plan or a server is announced
+        #: With their numbers, as Ray keeps them for workers.
+        self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
+        self._numbers = itertools.count()  # of plans and data
+        self._data = weakref.WeakValueDictionary[int, RemoteElements]()
+        self._announcing = threading.Lock()  # held while plans and data are looked through
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -122,13 +117,11 @@ class RayEngine(Engine):
     ) -> None:
         self._gate = Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
-        options = with_devices(self._worker_options, self._replicas[0])
+        options = self._worker_options(self._replicas[0])
         make = functools.partial(make_worker, options, *self._replicas)
         self.workers = RayWorkers(make, self.max_failures, self._replicas[0])
-        self._data = RemoteData(self.workers, self.max_failures)
-        # No cycles: processes end when the engine's last reference goes, not some time later.
-        make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
-        servers = [RayServer(i, make_server) for i in range(len(server_devices))]
+        make_server_here = functools.partial(make_server, self._server_options)
+        servers = [RayServer(i, make_server_here) for i in range(len(server_devices))]
         for worker in range(len(workers)):
             self.workers.begin(worker)
         for server in servers:
@@ -137,23 +130,24 @@ class RayEngine(Engine):
         self._servers = servers
 
     def admit(self, plan: StepPlan) -> None:
+        import ray
+
         with self._announcing:
-            self._send_dropped()
-            if plan in self._plans:
-                return
-            number = next(self._numbers)
-            platforms = self.workers.platforms, {s.platform for s in self._servers}
-            shipped = export_plan(plan, len(self._servers), self._replicas, *platforms)
-            for server, programs in zip(self._servers, shipped.for_servers, strict=True):
-                server.call("add_plan", number, programs)
-            self._plans[plan] = number, shipped
-            weakref.finalize(plan, self._dropped.append, number)
+            if plan not in self._plans:
+                platforms = self.workers.platforms, {s.platform for s in self._servers}
+                shipped = ray.put(export_plan(plan, self._replicas, *platforms))
+                self._plans[plan] = next(self._numbers), shipped
+                for server in self._servers:
+                    server.keep_plans({number for number, _ in self._plans.values()})
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
-        return self._data.open(worker, make)
+        with self._announcing:
+            number = next(self._numbers)
+            elements = self._data[number] = RemoteElements(self, worker, number, make)
+        return elements
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        return self.workers.prepare(worker, is_wanted)
+        return self.workers.prepare(worker, is_wanted) is not None
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
@@ -179,40 +173,26 @@ class RayEngine(Engine):
     def pid_of(self, worker: int) -> int | None:
         return self.workers.pid_of(worker)
 
-    # -- for attempts -----------------------------------------------------------
+    # -- for attempts and data --------------------------------------------------
 
-    @property
-    def epoch(self) -> int:
-        """A number that changes when a server is replaced."""
-        return sum(server.num_processes for server in self._servers)
-
-    def number_of(self, plan: StepPlan) -> int:
-        """Returns the number of an admitted plan."""
-        return self._plans[plan][0]
-
-    def send_plan(self, process: RayProcess, plan: StepPlan) -> None:
-        """Sends a worker a plan, and the current servers."""
-        import ray
-
+    def introduce(self, plan: StepPlan, process: RayProcess) -> int:
+        """Sends a worker the servers and a plan, unless it has them; returns the plan's number."""
         with self._announcing:
             number, shipped = self._plans[plan]
-            epoch = self.epoch  # first: a server replaced after this is sent with the next order
             servers = [server.actor for server in self._servers]
-            told = process.actor.add_plan.remote(number, shipped.for_workers, epoch, servers)
-        ray.get(told)
+            if process.servers != servers:
+                process.actor.set_servers.remote(servers)
+                process.servers = servers
+            if number not in process.plans:
+                dropped = process.plans - {n for n, _ in self._plans.values()}
+                process.actor.add_plan.remote(number, shipped, dropped)
+                process.plans = {*process.plans, number} - dropped
+        return number
 
-    # -- inside ---------------------------------------------------------------
-
-    def _make_server(self, number: int) -> ActorHandle[ServerActor]:
+    def current_data(self) -> set[int]:
+        """Returns the numbers of the data that are still iterated over."""
         with self._announcing:
-            plans = {n: shipped.for_servers[number] for n, shipped in self._plans.values()}
-            return make_server(self._server_options, number, plans)
-
-    def _send_dropped(self) -> None:
-        """Tells all processes which plans to drop."""
-        dropped = drain(self._dropped)
-        for actor in (*(s.actor for s in self._servers), *self.workers.actors()) if dropped else ():
-            actor.drop_plans.remote(dropped)
+            return set(self._data)
 
 
 # -- servers ------------------------------------------------------------------
@@ -225,7 +205,6 @@ class RayServer(ParameterServer):
     """A server in a Ray process.
 
     Attributes:
-      num_processes: how many it has had.
       platform: its JAX platform.
     """
 
@@ -233,13 +212,13 @@ class RayServer(ParameterServer):
         self.number = number
         self._make = make
         self._process = RayProcess(f"server {number}", make(number))
-        self.num_processes = 1
         self.is_lost = False
         self.platform = "cpu"
         self.pid = 0
         self._over: collections.deque[int] = collections.deque()
         self._report = Report()  # the latest
-        self._keys: set[str] = set()  # of current variables
+        self._plans: set[int] = set()  # that were admitted
+        self._dropped: set[int] = set()  # plans still to be dropped
         self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
 
     def wait_for_start(self) -> None:
@@ -266,7 +245,6 @@ class RayServer(ParameterServer):
 
     def create(self, key: str, value: ArrayLike) -> None:
         self._ask("create", key, jnp.asarray(value))
-        self._keys.add(key)
 
     def remove(self, keys: Iterable[str]) -> None:
         self._removed.extend(keys)  # a finalizer may not call Ray
@@ -297,11 +275,14 @@ class RayServer(ParameterServer):
         self.report()  # a process that has died unseen
         if self.is_lost:
             self._process = RayProcess(f"server {self.number}", self._make(self.number))
-            self.num_processes += 1  # last: whoever sees the number sees the process
             self.wait_for_start()
             self.is_lost = False
-        held = {key: value for key, value in snapshot.values.items() if key in self._keys}
-        self._ask("restore", ServerSnapshot(snapshot.version, held), num_closures)
+        self._ask("restore", snapshot, num_closures)
+
+    def keep_plans(self, numbers: set[int]) -> None:
+        """Drops all other plans, soon."""
+        self._dropped = self._dropped | (self._plans - numbers)
+        self._plans = numbers
 
     def call(self, method: str, *args: object) -> Any:
         """Returns the result of a method of its process, or raises its exception.
@@ -329,9 +310,9 @@ class RayServer(ParameterServer):
 
     def _tell(self) -> None:
         over, removed = drain(self._over), drain(self._removed)
-        self._keys.difference_update(removed)
-        if (over or removed) and not self.is_lost:
-            self.actor.tell.remote(over, removed)
+        dropped, self._dropped = self._dropped, set()
+        if (over or removed or dropped) and not self.is_lost:
+            self.actor.tell.remote(over, removed, dropped)
 
 
 # -- attempts that were sent --------------------------------------------------
@@ -345,8 +326,7 @@ class Sent:
         elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
         self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
         self._order = Order(
-            engine.number_of(task.plan),
-            engine.epoch,
+            engine.introduce(task.plan, process),
             task.closure,
             task.attempt,
             list(map(self._as_sent, task.arrays)),
@@ -367,8 +347,6 @@ class Sent:
         # Ray hands the arrays of elements on: they do not come here if they are large.
         arrays = [] if method == "push" else [element.arrays for element in self._elements]
         self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
-        if self not in self._process.in_hand:
-            self._process.in_hand.append(self)
 
     def ask(self, method: str) -> Outcome:
         """Calls a method of the worker, and returns its outcome.
@@ -385,135 +363,53 @@ class Sent:
 
     def conclude(self, outcome: Outcome) -> Ran:
         """Returns, or raises, the outcome of an attempt."""
-        self.let_go()
-        servers = self._engine.servers
-        if isinstance(outcome, ServerGone):
-            if self._order.epoch == self._engine.epoch:
-                servers[outcome.server].is_lost = True
-            raise lost_error(outcome.server)
         if isinstance(outcome, Failed):
             raise outcome.error
         assert isinstance(outcome, Done), "all stages have been asked for"
-        versions = outcome.versions
+        versions, servers = outcome.versions, self._engine.servers
         return Ran(
             tuple(from_wire(outcome.results)),
             tuple(versions[s.number] if s.number in versions else s.version for s in servers),
         )
 
-    def let_go(self) -> None:
-        """Removes the attempt from those the worker has in hand."""
-        if self in self._process.in_hand:
-            self._process.in_hand.remove(self)
-
     def _outcome(self) -> Outcome:
         import ray
         from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
-        try:
-            while True:
-                try:
-                    outcome: Outcome = ray.get(self._answer)
-                except RayTaskError as error:
-                    if not isinstance(error.cause, ObjectLostError):
-                        raise error.cause from None
-                    for element in self._elements:  # with the machine that had it
-                        element.draw()
-                else:
-                    if not isinstance(outcome, Unknown):
-                        return outcome
-                    self._engine.send_plan(self._process, self._task.plan)
-                    self._order = dataclasses.replace(self._order, epoch=self._engine.epoch)
+        while True:
+            try:
+                return ray.get(self._answer)
+            except RayTaskError as error:
+                if not isinstance(error.cause, ObjectLostError):
+                    raise error.cause from None
+                for element in self._elements:  # with the machine that had it
+                    element.draw()
                 self.send(self._method)
-        except RayError as error:
-            raise self._engine.workers.replace_dead(
-                self._worker, self._process, self, error
-            ) from error
-        except BaseException:  # such as that of a source of data, which the process cannot make
-            self.let_go()
-            raise
+            except RayError as error:
+                ends = self._engine.workers.replace_dead(self._worker, self._process, error)
+                raise WorkerDied(ends, has_begun=self._process.blame()) from error
 
 
 # -- per-worker data ----------------------------------------------------------
 
 
-class RemoteData:
-    """The functions that make per-worker data, by number; worker processes draw from them.
+class RemoteElements(NumberedElements):
+    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep.
 
-    Args:
-      workers: the processes.
-      max_failures: how many of them may be lost while one element is drawn.
+    Raises:
+      TypeError: the function that makes the dataset cannot be pickled.
     """
 
-    def __init__(self, workers: RayWorkers, max_failures: int):
-        self._workers, self._max_failures = workers, max_failures
-        self._numbers = itertools.count()
-        self._dropped: collections.deque[int] = collections.deque()  # only processes have them
-
-    def open(self, worker: int, make: Callable[[], Iterable[Any]]) -> RemoteElements:
-        """Returns the elements of ``make()``, which is called in the worker's process.
-
-        Raises:
-          TypeError: the function cannot be pickled.
-        """
+    def __init__(
+        self, engine: RayEngine, worker: int, number: int, make: Callable[[], Iterable[Any]]
+    ):
         from ray import cloudpickle
 
         try:
-            pickled = cloudpickle.dumps(make)
+            self._pickled = cloudpickle.dumps(make)
         except Exception as error:
             raise TypeError(_unpicklable(error)) from error
-        number = next(self._numbers)
-        elements = RemoteElements(self, worker, number, pickled)
-        weakref.finalize(elements, self._dropped.append, number)
-        return elements
-
-    def draw(self, worker: int, number: int, pickled: bytes, index: int) -> tuple[Any, Any]:
-        """Returns an element with a struct in place of each array, and a reference to its arrays.
-
-        Raises:
-          WorkerDied: too many processes were lost meanwhile.
-          Exception: what the user's code raises, or `DataEnded`.
-        """
-        import ray
-        from ray.exceptions import (
-            RayError,
-            RaySystemError,
-            RayTaskError,
-            UnserializableException,
-        )
-
-        failures = 0
-        while True:
-            process = self._workers.find(worker)
-            self._send_dropped()
-            try:
-                draw: Any = process.actor.draw.options(num_returns=2)
-                described, arrays = draw.remote(number, pickled, index)
-                element: Any = ray.get(described)
-            except RayTaskError as error:
-                raise error.cause from None
-            except (RaySystemError, UnserializableException):  # the element cannot be read here
-                raise
-            except RayError as error:
-                death = self._workers.replace_dead(worker, process, None, error)
-                failures += 1
-                if failures == self._max_failures:
-                    raise WorkerDied(death) from error  # it has begun: it is the data that kills
-                continue
-            if isinstance(element, Failed):
-                raise element.error
-            return element, arrays
-
-    def _send_dropped(self) -> None:
-        dropped = drain(self._dropped)
-        for actor in self._workers.actors() if dropped else ():
-            actor.drop_datasets.remote(dropped)
-
-
-class RemoteElements(NumberedElements):
-    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep."""
-
-    def __init__(self, data: RemoteData, worker: int, number: int, pickled: bytes):
-        self._data, self._worker, self._number, self._pickled = data, worker, number, pickled
+        self._engine, self._worker, self._number = engine, worker, number
 
     def __getitem__(self, index: int) -> Any:
         element = _DrawnElement(self, index)
@@ -528,14 +424,44 @@ class RemoteElements(NumberedElements):
         return jax.tree.map(as_array, described, is_leaf=lambda x: isinstance(x, Disguised))
 
     def draw(self, index: int) -> tuple[Any, Any]:
-        """Returns the description of an element, and a reference to its arrays."""
-        return self._data.draw(self._worker, self._number, self._pickled, index)
+        """Returns an element with a struct in place of each array, and a reference to its arrays.
 
-    def state(self) -> None:
-        """Returns None: whoever draws an element by its number finds it."""
+        Raises:
+          WorkerDied: too many processes were lost meanwhile.
+          Exception: what the user's code raises, or `DataEnded`.
+        """
+        import ray
+        from ray.exceptions import (
+            RayError,
+            RaySystemError,
+            RayTaskError,
+            UnserializableException,
+        )
 
-    def seek(self, index: int, state: object = None) -> None:
-        """Does nothing: see `state`."""
+        engine, failures = self._engine, 0
+        while True:
+            process = engine.workers.find(self._worker)
+            dropped = process.data - engine.current_data()
+            process.data = {*process.data, self._number} - dropped
+            try:
+                draw: Any = process.actor.draw.options(num_returns=2)
+                described, arrays = draw.remote(self._number, self._pickled, index, dropped)
+                element: Any = ray.get(described)
+            except RayTaskError as error:
+                raise error.cause from None
+            except (RaySystemError, UnserializableException):  # the element cannot be read here
+                raise
+            except RayError as error:
+                ends, failures = (
+                    engine.workers.replace_dead(self._worker, process, error),
+                    failures + 1,
+                )
+                if failures == engine.max_failures:
+                    raise WorkerDied(ends) from error  # it is the data that kills
+                continue
+            if isinstance(element, Failed):
+                raise element.error
+            return element, arrays
 
 
 class _DrawnElement:

@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import importlib
+import itertools
 import os
 import pathlib
 import secrets
@@ -14,14 +15,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 
 import distjax
 from distjax._src.servers.board import end_all
-from distjax._src.servers.engine import WorkerDied
 from distjax.errors import ClusterError, message, require
 
 if TYPE_CHECKING:
@@ -182,12 +182,17 @@ def _signals() -> Generator[None]:
 
 
 def actor_options(
-    resources: Mapping[str, Any] | None, *, runtime_env: Mapping[str, Any] | None, is_ours: bool
+    resources: Mapping[str, Any] | None,
+    num_devices: int = 1,
+    *,
+    runtime_env: Mapping[str, Any] | None,
+    is_ours: bool,
 ) -> dict[str, Any]:
     """Returns the Ray options of a process.
 
     Args:
       resources: what Ray reserves.
+      num_devices: how many devices it needs: CPU devices are made, if it has no others.
       runtime_env: the user's, which takes precedence.
       is_ours: whether this process started the cluster: its processes then share the
         installation, and nothing is reserved unless asked for.
@@ -199,6 +204,8 @@ def actor_options(
         "JAX_PLATFORMS": "" if has_accelerator else "cpu",
         "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
     }
+    if num_devices > 1:
+        variables["JAX_NUM_CPU_DEVICES"] = str(num_devices)
     if is_ours:
         here = str(pathlib.Path(distjax.__file__).parents[1])
         path = os.environ.get("PYTHONPATH")
@@ -207,15 +214,6 @@ def actor_options(
     environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
     # Ray must not restart or repeat anything: the engine knows what each process had in hand.
     return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
-
-
-def with_devices(options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns the options of a process that gets `count` devices even if it has only CPUs."""
-    if count == 1:
-        return dict(options)
-    environment = dict(options["runtime_env"])
-    variables = {"JAX_NUM_CPU_DEVICES": str(count)} | environment["env_vars"]
-    return {**options, "runtime_env": {**environment, "env_vars": variables}}
 
 
 # -- startup ------------------------------------------------------------------
@@ -268,21 +266,21 @@ class RayProcess:
       name: its name in errors.
       actor: the process.
       num_devices: how many devices it needs.
-      num_failures: how many before it, in a row, have not started.
 
     Attributes:
-      in_hand: the attempts sent to it that have not ended, in order.
+      servers: the servers that it was told.
+      plans: the numbers of the plans that it was sent.
+      data: the numbers of the datasets that it reads.
       info: its description of itself; None while it starts.
-      error: why it cannot be used.
     """
 
-    def __init__(
-        self, name: str, actor: ActorHandle[Any], num_devices: int = 1, num_failures: int = 0
-    ):
-        self.name, self.actor, self.num_failures = name, actor, num_failures
-        self.in_hand: list[object] = []
+    def __init__(self, name: str, actor: ActorHandle[Any], num_devices: int = 1):
+        self.name, self.actor = name, actor
+        self.servers: Sequence[ActorHandle[Any]] = ()
+        self.plans: set[int] = set()
+        self.data: set[int] = set()
+        self._is_blamed = False
         self.info: ProcessInfo | None = None
-        self.error: ClusterError | None = None
         self._num_devices = num_devices
         self._answer: Any = actor.describe_process.remote()
 
@@ -332,6 +330,14 @@ class RayProcess:
         self.info = info
         return True
 
+    def blame(self) -> bool:
+        """Returns whether its death counts against the attempt that finds it dead.
+
+        That is the oldest in hand, which may have killed it; the others had not begun.
+        """
+        is_first, self._is_blamed = not self._is_blamed, True
+        return is_first
+
     def require_start(self) -> ProcessInfo:
         """Returns its description once it has started; raises a ClusterError if it does not."""
         require(
@@ -348,10 +354,6 @@ class RayProcess:
 
 
 # -- workers ------------------------------------------------------------------
-
-# Closures are sent to a worker while it has another one in hand. Of those that a process had when
-# it died, the first may have killed it; the others had not begun, and the death does not count
-# against them.
 
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
@@ -376,36 +378,34 @@ class RayWorkers:
     def begin(self, worker: int) -> RayProcess:
         """Returns the process of a worker, which may still be starting."""
         with self._lock:
-            return self._processes.get(worker) or self._make(worker)
+            if worker not in self._processes:
+                actor = self._make_actor()
+                process = RayProcess(f"worker {worker}", actor, self._num_devices)
+                self._processes[worker] = process
+            return self._processes[worker]
 
-    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker has a process; waits for it while it is wanted."""
-        while True:
-            process = self.begin(worker)
-            if process.error is not None:
-                return True
-            try:
-                if process.wait(_LOOK_SECONDS):
-                    return True
-                if not is_wanted():
-                    return False
-            except ClusterError as error:
-                if process.num_failures + 1 < self._max_failures:
-                    self._replace(worker, process, process.num_failures + 1)
-                else:
-                    process.error = error
-
-    def find(self, worker: int) -> RayProcess:
-        """Returns the process of a worker, ready to be used.
+    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> RayProcess | None:
+        """Returns the process of a worker, ready to be used; waits for it while it is wanted.
 
         Raises:
           ClusterError: several in a row have not started, or cannot be used.
         """
-        self.prepare(worker, lambda: True)
-        process = self.begin(worker)
-        if process.error is not None:
-            self.end(worker)  # the next closure makes another attempt
-            raise process.error
+        for failures in itertools.count(1):
+            process = self.begin(worker)
+            try:
+                while is_wanted() or process.info is not None:
+                    if process.wait(_LOOK_SECONDS):
+                        return process
+                return None
+            except ClusterError:
+                self._drop(worker, process)
+                if failures == self._max_failures:
+                    raise
+
+    def find(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, ready to be used; raises as `prepare` does."""
+        process = self.prepare(worker, lambda: True)
+        assert process is not None, "it is wanted"
         return process
 
     def pid_of(self, worker: int) -> int | None:
@@ -417,34 +417,23 @@ class RayWorkers:
         """Ends the process of a worker."""
         import ray
 
-        with self._lock:
-            process = self._processes.pop(worker, None)
+        process = self._processes.get(worker)
         if process is not None and ray.is_initialized():
-            ray.kill(process.actor)
+            self._drop(worker, process)
 
-    def replace_dead(
-        self, worker: int, process: RayProcess, attempt: object, error: Exception
-    ) -> WorkerDied:
-        """Replaces a process that died; returns the error for an attempt it had in hand."""
-        self._replace(worker, process, 0)
-        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
+    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
+        """Replaces a process that died; returns why it did."""
+        self._drop(worker, process)
+        self.begin(worker)
+        return ends_of(error)
 
-    def _make(self, worker: int, num_failures: int = 0) -> RayProcess:
-        actor, count = self._make_actor(), self._num_devices
-        self._processes[worker] = RayProcess(f"worker {worker}", actor, count, num_failures)
-        return self._processes[worker]
-
-    def _replace(self, worker: int, process: RayProcess, num_failures: int) -> None:
+    def _drop(self, worker: int, process: RayProcess) -> None:
         import ray
 
         with self._lock:
-            if self._processes.get(worker) is process:  # else another thread has replaced it
+            if self._processes.get(worker) is process:  # else another thread has dropped it
+                del self._processes[worker]
                 ray.kill(process.actor)  # in case it is only unreachable
-                self._make(worker, num_failures)
-
-    def actors(self) -> list[ActorHandle[Any]]:
-        """Returns the current processes."""
-        return [process.actor for process in tuple(self._processes.values())]
 
     @property
     def platforms(self) -> set[str]:

@@ -22,7 +22,7 @@ from distjax._src import jax_compat
 from distjax._src.context.thread_settings import ProgramModes
 from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
-from distjax._src.servers.plan import Program, Push, Stage, StepPlan, struct_of
+from distjax._src.servers.plan import Program, Stage, StepPlan, shardings_of, struct_of
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import is_library_file
 from distjax.errors import ClosureError, UnsupportedError, message, require
@@ -161,13 +161,11 @@ class Place(NamedTuple):
     dtype: np.dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """An order to a worker to run an attempt.
 
     Attributes:
       plan: its number.
-      epoch: the epoch of the servers; replacing a server begins a new one.
       closure: the number of the closure.
       attempt: 1, 2, ...
       arrays: the flat arguments; a `Place` for an array of an element.
@@ -175,34 +173,21 @@ class Order:
     """
 
     plan: int
-    epoch: int
     closure: int
     attempt: int
     arrays: Sequence[OnWire | Place]
     modes: ProgramModes
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """The result of an attempt: results, and versions by server."""
 
     results: Sequence[OnWire]
     versions: Mapping[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerGone:
-    """A server no longer answers."""
-
-    server: int
-
-
-class Unknown:
-    """The worker does not know an order's plan, or the servers: see `WorkerActor.add_plan`."""
-
-
 #: The result of a call to a worker; None: continue.
-Outcome = Done | Failed | ServerGone | Unknown | None
+Outcome = Done | Failed | None
 
 
 # -- plans --------------------------------------------------------------------
@@ -238,36 +223,16 @@ def _require_no_callback(exported: export.Exported) -> None:
     )
 
 
-def _run_elsewhere(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Stands in for a server's program, which workers do not have."""
-    raise AssertionError("a program of a server, called at a worker")
-
-
-@dataclasses.dataclass(frozen=True)
-class ShippedPlan:
-    """What is sent to workers and servers of a plan.
-
-    Attributes:
-      for_workers: the plan with the programs of workers.
-      for_servers: for each server, its pushes by stage.
-    """
-
-    for_workers: StepPlan
-    for_servers: tuple[dict[int, Push], ...]
-
-
 def export_plan(
     plan: StepPlan,
-    num_servers: int,
     replicas: tuple[int, str],
     worker_platforms: Iterable[str],
     server_platforms: Iterable[str],
-) -> ShippedPlan:
+) -> StepPlan:
     """Returns a plan in the form in which it is sent.
 
     Args:
       plan: made by a strategy.
-      num_servers: how many servers there are.
       replicas: how many replicas each worker has, and the name of their axis.
       worker_platforms: the platforms of its workers.
       server_platforms: the platforms of its servers.
@@ -275,53 +240,25 @@ def export_plan(
     Raises:
       UnsupportedError: a program calls back to Python, or has no stable form.
     """
-    for_servers: list[dict[int, Push]] = [{} for _ in range(num_servers)]
-    stages: list[Stage] = []
-    for number, stage in enumerate(plan.stages):
-        for push in stage.pushes:
-            program = _export(plan.name, push.program, server_platforms)
-            for_servers[push.server][number] = dataclasses.replace(push, program=program)
-        stages.append(
-            dataclasses.replace(
-                stage,
-                program=_export(
-                    plan.name,
-                    stage.program,
-                    worker_platforms,
-                    _shardings(stage.operands, plan, replicas),
-                    _shardings(stage.results, plan, replicas),
-                ),
-                pushes=tuple(map(_without_program, stage.pushes)),
-            )
-        )
-    for_workers = StepPlan(  # the other fields hold objects of the user or the strategy
-        plan.name,
-        plan.arguments,
-        plan.pulls,
-        tuple(stages),
-        plan.results,
-        tuple,
-        plan.owners,
-        varying=plan.varying,
-    )
-    return ShippedPlan(for_workers, tuple(for_servers))
-
-
-def _without_program(push: Push) -> Push:
-    return dataclasses.replace(
-        push, program=Program(push.program.name, _run_elsewhere, push.program.avals)
-    )
-
-
-def _shardings(
-    slots: Sequence[int], plan: StepPlan, replicas: tuple[int, str]
-) -> tuple[Sharding, ...] | None:
-    """Returns the shardings of slots over any worker's devices; None if it has one device."""
-    if replicas[0] == 1:
-        return None
     anywhere = abstract_topology(*replicas)
-    each = (slot in plan.varying for slot in slots)
-    return tuple(anywhere.per_replica if varying else anywhere.mirrored for varying in each)
+
+    def exported(stage: Stage) -> Stage:
+        ins, outs = None, None
+        if anywhere.num_replicas > 1:  # over any worker's devices
+            ins, (*outs, _) = shardings_of(stage, plan, anywhere)
+        return dataclasses.replace(
+            stage,
+            program=_export(plan.name, stage.program, worker_platforms, ins, outs),
+            pushes=tuple(
+                dataclasses.replace(p, program=_export(plan.name, p.program, server_platforms))
+                for p in stage.pushes
+            ),
+        )
+
+    # The other fields hold objects of the user or the strategy.
+    return dataclasses.replace(
+        plan, stages=tuple(map(exported, plan.stages)), rebuild=tuple, kept=()
+    )
 
 
 def _export(
@@ -333,7 +270,7 @@ def _export(
 ) -> Program:
     pairs = zip(program.avals, ins or (None,) * len(program.avals), strict=True)
     shapes = [struct_of(aval, sharding) for aval, sharding in pairs]
-    jitted = jax.jit(program.fn, out_shardings=outs)
+    jitted = jax.jit(program.fn, out_shardings=outs and tuple(outs))
     make: Any = export.export(jitted, platforms=sorted(set(platforms)))
     try:
         blob = bytes(make(*shapes).serialize())

@@ -51,7 +51,7 @@ from distjax._src.strategies.values import ValueContext, locality
 from distjax._src.variables.variable import Variable
 from distjax.diagnostics import check, explain, visualize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The layers: what the kernel calls at its events (`hooks`).
 for _layer in ("programs", "devices", "data"):

@@ -341,6 +341,6 @@ def test_a_callback_with_effects_in_a_loop(strategy):
     with pytest.raises(UnsupportedError) as caught:
         dj.check(step, *batch_of(strategy), strategy=strategy)
     text = str(caught.value)
-    assert text.startswith("dj.check needs an io_callback that returns values to stand outside of")
+    assert text.startswith("dj.check needs an io_callback that returns values to be outside of")
     assert "  Why: it is called once, and its results are used again in other runs." in text
     assert "  Fix: jax.pure_callback, if it has no effect; or rules_only=True" in text

@@ -1,7 +1,8 @@
 """The code blocks of a page, and how they are run.
 
 The python blocks of a page run in order, in one namespace. An HTML comment on the line before a
-block says that it fails, and a `text` block after it what it prints or what the error says:
+block says that it fails, or that it is left out unless a package is installed (`<!-- needs: torch
+-->`), and a `text` block after it what it prints or what the error says:
 
     <!-- raises: LocalityError -->
     ```python
@@ -17,6 +18,7 @@ block says that it fails, and a `text` block after it what it prints or what the
 import contextlib
 import dataclasses
 import doctest
+import importlib.util
 import io
 import pathlib
 import re
@@ -25,7 +27,7 @@ import warnings
 from distjax import errors
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"<!-- (raises|warns): (\w+) -->\n\Z")
+MARK = re.compile(r"<!-- (raises|warns|needs): (\w+) -->\n\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +38,13 @@ class Block:
     line: int
     source: str
     fails_with: str | None
+    needs: str | None
     output: str | None
 
     def run(self, namespace):
         """Runs the block and checks its output or its failure."""
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
+            return
         code = compile("\n" * (self.line - 1) + self.source, str(self.page), "exec")
         printed = io.StringIO()
         failure = None
@@ -80,7 +85,8 @@ def blocks_of(page):
                 page,
                 text.count("\n", 0, fence.start(2)) + 1,
                 fence[2],
-                mark[2] if mark else None,
+                mark[2] if mark and mark[1] != "needs" else None,
+                mark[2] if mark and mark[1] == "needs" else None,
                 after[2] if after and after[1] == "text" else None,
             )
         )

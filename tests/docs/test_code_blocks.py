@@ -43,8 +43,8 @@ def test_no_block_escapes(page):
     assert text.count("```") == 2 * len(FENCE.findall(text)), "a fence that is not at the margin"
     languages = {language for language, _ in FENCE.findall(text)}
     assert languages <= {"python", "sh", "text"}
-    marks = re.findall(r"<!-- (?:raises|warns)", text)
-    assert len(marks) == sum(block.fails_with is not None for block in blocks_of(page))
+    marks = re.findall(r"<!-- (?:raises|warns|needs)", text)
+    assert len(marks) == sum(bool(block.fails_with or block.needs) for block in blocks_of(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -129,10 +129,10 @@ def test_remat_around_keeps_what_its_policy_says():
 def test_one_inside_another_is_an_error(kind):
     replicas = Replicas(2, kind)
     inner = dj.pmap(lambda x: x, "j")
-    with pytest.raises(dj.errors.ContextError, match="needs to stand outside of replica functions"):
+    with pytest.raises(dj.errors.ContextError, match="needs to be outside of replica functions"):
         replicas.pmap(lambda x: inner(x), "i")(np.ones((2, 2)))
     outer = dj.MirroredStrategy(jax.devices()[:2])
-    with pytest.raises(dj.errors.ContextError, match="needs to stand outside of replica functions"):
+    with pytest.raises(dj.errors.ContextError, match="needs to be outside of replica functions"):
         outer.run(lambda x: inner(x), args=(np.ones(2),))
 
 

@@ -150,7 +150,7 @@ def test_a_merge_where_code_is_run_by_other_rules(pair, x, construct):
     with pytest.raises(MergeError) as caught:
         pair.run(fn, args=(x,))
     first, got, why, fix = str(caught.value).splitlines()
-    assert first == f"merge_call needs to stand outside of {construct}."
+    assert first == f"merge_call needs to be outside of {construct}."
     assert got.startswith("  Got: a merge_call inside of it, at ")
     assert "test_control_flow.py" in got
     assert why == (

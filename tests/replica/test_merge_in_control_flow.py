@@ -150,7 +150,7 @@ def test_a_ref_across_a_merge_is_refused_on_devices(mirrored, fn, how):
     with pytest.raises(MergeError) as caught:
         how(lambda: mirrored.run(fn, args=(ids(mirrored),)))()
     lines = str(caught.value).splitlines()
-    assert lines[0] == "a merge_call needs to stand before or after all uses of a jax.new_ref."
+    assert lines[0] == "a merge_call needs to come before or after all uses of a jax.new_ref."
     assert f"made at {__file__}" in lines[1]
     assert lines[3].startswith("  Fix: value = ref[...] before the merge_call, and ref = jax.new_r")
     total = mirrored.num_replicas_in_sync * (mirrored.num_replicas_in_sync - 1) / 2

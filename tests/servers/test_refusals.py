@@ -72,7 +72,7 @@ def _in_checkpoint(v):
     ],
 )
 def test_a_merge_in_a_loop_or_branch(ps, v, step, construct):
-    text = f"a merge_call that meets a parameter server needs to stand outside of {construct}"
+    text = f"a merge_call that meets a parameter server needs to be outside of {construct}"
     assert_refused(dj.errors.MergeError, text, ps.run, step, args=(v,))
     np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])
     assert ps.engine.closures == 0

@@ -472,7 +472,7 @@ class _Evaluator(OneDevice):
                 return super()._equation(eqn, ins)
             raise UnsupportedError(
                 message(
-                    "dj.check needs an io_callback that returns values to stand outside of loops",
+                    "dj.check needs an io_callback that returns values to be outside of loops",
                     got=f"one in a loop or a branch, at {user_lines.source_line(eqn)}",
                     why="it is called once, and its results are used again in other runs",
                     fix="jax.pure_callback, if it has no effect; or rules_only=True",

@@ -404,7 +404,7 @@ def read_tf_config() -> tuple[str, int, int] | None:
             message(
                 "TF_CONFIG needs to name a cluster of workers and which of them this process is",
                 got=text if len(text) <= 300 else text[:297] + "...",
-                why=f"it cannot be read so ({type(error).__name__}: {error})",
+                why=f"it cannot be read ({type(error).__name__}: {error})",
                 fix='{"cluster": {"worker": ["host-a:1234", "host-b:1234"]}, '
                 '"task": {"type": "worker", "index": 0}}, or unset TF_CONFIG',
             )

@@ -488,7 +488,7 @@ def _require_untraced(method: str) -> None:
                 f"{method} should be called from outside of replica_fn",
                 got=frame.name,
                 why="an element has the values of all replicas, and a replica function is traced "
-                "once: it would compute with the same element ever after",
+                "once: every later call would compute with the same element",
                 fix="for x in dataset: strategy.run(step, args=(x,))",
             )
         )

@@ -152,7 +152,7 @@ class Analysis(Flow[bool]):
                 got=f"a predicate that differs per replica, at {user_lines.source_line(eqn)}; "
                 f"{what} at {user_lines.source_line(found)}",
                 why="replicas that take another branch, or leave the loop earlier, never arrive "
-                "at the collective, and the others wait for ever",
+                "at the collective, and the others wait forever",
                 fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0 (true on any "
                 "replica), or ctx.all_reduce('sum', ~p) == 0 (on all, as for isfinite); or move "
                 f"{what} out of the {construct} and select afterwards with jnp.where; or, for "

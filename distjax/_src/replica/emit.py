@@ -140,7 +140,7 @@ def _require_no_ref(eqns: Sequence[jax_compat.JaxprEqn], outs: Sequence[jax_comp
         return
     raise MergeError(
         message(
-            "a merge_call needs to stand before or after all uses of a jax.new_ref",
+            "a merge_call needs to come before or after all uses of a jax.new_ref",
             got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
             why="on devices the parts of a step before and after a merge are mapped over the "
             "replicas one by one, and a ref cannot pass from one to the next",
@@ -201,7 +201,7 @@ def _outside_text(emitter: JaxprEmitter, eqn: jax_compat.JaxprEqn) -> str:
     name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
     merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
     return message(
-        f"merge_call needs to stand outside of {name}",
+        f"merge_call needs to be outside of {name}",
         got=f"a merge_call inside of it, at {user_lines.source_line(merge)}",
         why=f"merge_call works in functions, loops and branches, but {name} runs its function by "
         "its own rules",

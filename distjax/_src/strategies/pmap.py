@@ -763,7 +763,7 @@ def _missing_text(mapping: _Mapping, count: int) -> str:
 
 def _nested_text(function: str, context: str) -> str:
     return message(
-        f"pmap of {function} needs to stand outside of replica functions",
+        f"pmap of {function} needs to be outside of replica functions",
         got=f"a call in {context}",
         why="a replica has no replicas of its own (nor has jax.pmap inside jax.pmap)",
         fix=f"one dj.pmap over all rows, with jax.vmap({function}, axis_name=...) in its body for "

@@ -224,7 +224,7 @@ def _holds_server_merge(eqn: JaxprEqn) -> bool:
 def _loop_text(name: str, merge: JaxprEqn) -> str:
     name = _CONSTRUCTS.get(name, name)
     return message(
-        f"a merge_call that meets a parameter server needs to stand outside of {name}",
+        f"a merge_call that meets a parameter server needs to be outside of {name}",
         got=f"one inside of it, at {user_lines.source_line(merge)}",
         why="every pass of it would be a round trip to the server (a write of a variable in a "
         "replica function is such a merge)",

@@ -1,0 +1,23 @@
+"""What is said of the version and of the extras agrees, wherever it is said."""
+
+import pathlib
+import re
+import tomllib
+
+import distjax as dj
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_version_is_one():
+    assert f"\nversion: {dj.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## \[(.*)\]", changelog, re.MULTILINE)[0] == dj.__version__
+    assert len(changelog.splitlines()) <= 120
+
+
+def test_every_extra_is_documented():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (ROOT / "docs" / "quick_start.md").read_text().split("| extra |")[1].split("\n\n")[0]
+    rows = [row.split(" | ")[0] for row in table.splitlines()[2:]]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(extras["optional-dependencies"])

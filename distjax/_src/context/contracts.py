@@ -95,4 +95,5 @@ class ExtendedLike(Protocol):
         name: str,
         dtype: DTypeLike | None,
         modes: VariableModes,
+        sharding: Any = None,
     ) -> Any: ...

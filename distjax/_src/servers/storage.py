@@ -154,7 +154,11 @@ class ServerPlacement:
         self._removed: collections.deque[tuple[int, int]] = collections.deque()
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: object = None,
     ) -> ServerLayout:
         """Returns the layout of a new variable."""
         own = getattr(colocate_with, "layout", None)

@@ -25,6 +25,7 @@ import jax
 from distjax._src.diagnostics.axes import axes_of
 from distjax._src.program.jit import LoweredProgram
 from distjax._src.tables import Table, format_bytes
+from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN, SourceFrame, find_line
 
 KINDS = (
@@ -224,17 +225,17 @@ def list_lowered(
             _LOWERED_KINDS[op.name],
             sum(_tensor_bytes(str(result.type)) for result in op.results),
             _line_of_lowered((str(op.location), *around), callers, merge_lines),
-            _axes_of_lowered(op, sizes),
+            _axes_of_lowered(op.attributes, sizes),
         )
         for op, around in _operations(module.operation, ())
         if op.name in _LOWERED_KINDS
     ]
 
 
-def _axes_of_lowered(op: Any, sizes: Mapping[str, int]) -> str:
-    if not sizes or "replica_groups" not in op.attributes:
+def _axes_of_lowered(attributes: PyTree, sizes: Mapping[str, int]) -> str:
+    if not sizes or "replica_groups" not in attributes:
         return ""
-    return axes_of(str(op.attributes["replica_groups"]), sizes)
+    return axes_of(str(attributes["replica_groups"]), sizes)
 
 
 def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:

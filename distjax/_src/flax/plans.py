@@ -52,6 +52,7 @@ from distjax._src.variables.layouts import (
     MirroredLayout,
     VariablePlacement,
     found_layout,
+    layout_by,
 )
 from distjax.errors import UnsupportedError, message
 
@@ -74,12 +75,11 @@ def layout_of(
     shape, extended = tuple(shape), strategy.extended
     placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
     spec = specs.spec_of_variable(variable, shape, extended.topology)
-    given = {} if spec is None else {"spec": spec}
     if rules.is_parameter(variable) or not placement.synchronizes:
-        return placement.layout(shape, dtype, **given).unencoded(shape)
+        return layout_by(placement, shape, dtype, None, spec).unencoded(shape)
     if isinstance(variable, nnx.OptState):
-        beside = _Parameter(shape, dtype, placement.layout(shape, dtype, **given))
-        return placement.layout(shape, dtype, beside, **given).unencoded(shape)
+        beside = _Parameter(shape, dtype, layout_by(placement, shape, dtype, None, spec))
+        return layout_by(placement, shape, dtype, beside, spec).unencoded(shape)
     return MirroredLayout(extended.topology, spec)
 
 
@@ -101,8 +101,7 @@ def gradient_form(extended: StrategyExtended, parameter: jax.Array, spec: Spec) 
       spec: what the parameter splits within a replica.
     """
     shape, dtype = tuple(parameter.shape), parameter.dtype
-    given = {} if spec is None else {"spec": spec}
-    target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype, **given))
+    target = _Parameter(shape, dtype, layout_by(extended.placement, shape, dtype, None, spec))
     return reduction_layout(extended, target).local_form
 
 

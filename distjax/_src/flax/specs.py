@@ -21,12 +21,14 @@ from distjax._src.context.contracts import StrategyLike
 from distjax._src.flax.graphs import strategy_of
 from distjax._src.placement.model_axes import Spec, adopted_spec, fits, require_spec
 from distjax._src.placement.topology import Topology
+from distjax._src.typing import PyTree
 from distjax.errors import message
 
 #: Pattern of a path -> what is split of the variables found by it.
 Rules = Mapping[str, PartitionSpec]
 
 _METADATA = "distjax_sharding"
+_RULES_FIX = "with nnx.logical_axis_rules([('mlp', 'model'), ('embed', None)]): around the call"
 
 
 def spec_of_variable(
@@ -48,7 +50,9 @@ def spec_of_variable(
         spec = nnx.spmd.get_var_pspec(variable)
     if spec is None or (isinstance(variable, nnx.OptState) and not fits(spec, shape, topology)):
         return None
-    return require_spec(spec, shape, topology, f"{type(variable).__name__} of shape {list(shape)}")
+    what = f"{type(variable).__name__} of shape {list(shape)}"
+    is_logical = _METADATA not in metadata
+    return require_spec(spec, shape, topology, what, fix=_RULES_FIX if is_logical else "")
 
 
 def write(objects: Sequence[Any], rules: Rules | None, topology: Topology | None) -> None:
@@ -128,7 +132,7 @@ def keep_logical_rules(objects: Sequence[Any]) -> None:
                 variable.set_metadata("sharding_rules", tuple(map(tuple, both)))
 
 
-def _named_variables(module: Any) -> list[tuple[str, nnx.Variable[Any]]]:
+def _named_variables(module: PyTree) -> list[tuple[str, nnx.Variable[Any]]]:
     """Returns the variables in an object with their paths: "up.kernel"."""
     return [
         (".".join(map(str, path)), v)

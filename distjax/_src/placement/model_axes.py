@@ -139,7 +139,7 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
 
 
 def require_spec(
-    given: PyTree, shape: Sequence[int], topology: Topology, what: str
+    given: PyTree, shape: Sequence[int], topology: Topology, what: str, fix: str = ""
 ) -> PartitionSpec | None:
     """Returns the canonical form of what a user wants split within a replica.
 
@@ -149,6 +149,7 @@ def require_spec(
       topology: the replicas; without model axes the answer is None, whatever is given, so that
         annotated code runs anywhere.
       what: the value, for errors.
+      fix: another remedy of names that are no model axes.
 
     Raises:
       TypeError: another type.
@@ -181,15 +182,9 @@ def require_spec(
                 )
             )
         given = given.spec
-    _require_fitting(given, shape, topology, what)
+    for got, why in _misfits(given, shape, topology):
+        raise ValueError(_text(what, shape, topology, f"{spec_text(given)}: {got}", why, fix))
     return canonical(given, topology)
-
-
-def _require_fitting(
-    spec: PartitionSpec, shape: Sequence[int], topology: Topology, what: str
-) -> None:
-    for got, why in _misfits(spec, shape, topology):
-        raise ValueError(_text(what, shape, topology, f"{spec_text(spec)}: {got}", why))
 
 
 def fits(spec: PartitionSpec, shape: Sequence[int], topology: Topology) -> bool:
@@ -239,14 +234,16 @@ def fitting_text(shape: Sequence[int], topology: Topology) -> str:
     return "P()"
 
 
-def _text(what: str, shape: Sequence[int], topology: Topology, got: str, why: str) -> str:
+def _text(
+    what: str, shape: Sequence[int], topology: Topology, got: str, why: str, fix: str = ""
+) -> str:
     fitting = fitting_text(shape, topology)
     whole = "" if fitting == "P()" else f"sharding={fitting} fits its shape; "
     return message(
         f"{what} needs a sharding over the model axes that fits its shape {list(shape)}",
         got=got,
         why=why,
-        fix=f"{whole}sharding=P() keeps it whole on each device",
+        fix=f"{whole}sharding=P() keeps it whole on each device{'; ' if fix else ''}{fix}",
     )
 
 

@@ -32,7 +32,7 @@ from distjax._src.variables.conversion import (
     to_dtype,
     without_weak_type,
 )
-from distjax._src.variables.layouts import Layout, StackedLayout, VariablePlacement
+from distjax._src.variables.layouts import Layout, StackedLayout, VariablePlacement, layout_by
 from distjax._src.variables.policy import PLAIN, Policy, policy_for
 from distjax._src.variables.state import TraceState, require_no_trace, require_own_trace
 from distjax._src.variables.variable import OwningStrategy, Variable
@@ -186,8 +186,7 @@ def _layout(
     if policy.stacked:
         return StackedLayout(strategy.extended.topology)
     beside = frames.current().colocate_with
-    given = {} if spec is None else {"spec": spec}
-    layout = placement.layout(aval.shape, aval.dtype, colocate_with=beside, **given)
+    layout = layout_by(placement, aval.shape, aval.dtype, beside, spec)
     require(
         not isinstance(layout, StackedLayout),
         f"{type(placement).__name__}.layout needs to return a layout of one value",

@@ -704,6 +704,19 @@ class VariablePlacement(Protocol):
         ...
 
 
+def layout_by(
+    placement: VariablePlacement,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    colocate_with: LaidOut | None = None,
+    spec: Spec = None,
+) -> Layout:
+    """Returns ``placement.layout(...)``; one without model axes need not know a spec."""
+    if spec is None:
+        return placement.layout(shape, dtype, colocate_with=colocate_with)
+    return placement.layout(shape, dtype, colocate_with=colocate_with, spec=spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class PlainPlacement:
     """One copy, without synchronization, on one device (None: the default device)."""
@@ -747,5 +760,6 @@ class MirroredPlacement:
 
 def spec_beside(owner: LaidOut | None, shape: tuple[int, ...]) -> Spec:
     """Returns what a slot of `owner` splits within a replica: the same if it has its shape."""
-    is_like = owner is not None and tuple(owner.shape) == tuple(shape)
-    return spec_of(owner.layout) if is_like else None
+    if owner is None or tuple(owner.shape) != tuple(shape):
+        return None
+    return spec_of(owner.layout)

@@ -279,7 +279,8 @@ class StoredArray:
 
     def _where_it_goes(self) -> Any:
         """Returns where a new array goes: as programs split it within the replicas, if they may."""
-        former = self.read()
+        topology = getattr(self.layout, "topology", None)
+        former = self.read() if topology is not None and topology.model_axes else None
         if not isinstance(former, jax.Array):
             return self.layout.sharding
         return found_layout(self.layout, former.sharding).sharding

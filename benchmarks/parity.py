@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import models
+from benchmarks import model_axes, models
 from benchmarks.forms import OURS, lower_handwritten
 from benchmarks.program import ProgramCost, program_cost, ratio
 from benchmarks.report import Benchmark
@@ -60,9 +60,9 @@ def _by_kind(cost: ProgramCost) -> dict[str, dict[str, int]]:
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """Three rows for each of three models; quick leaves out the transformer."""
+    """Three rows for each of three models, then those of `model_axes`; quick leaves some out."""
     makers = [models.mlp, models.cnn, models.transformer][: 2 if quick else 3]
-    return [row for make in makers for row in compare(make())]
+    return [row for make in makers for row in compare(make())] + model_axes.rows(quick)
 
 
 BENCHMARK = Benchmark(
@@ -78,6 +78,7 @@ BENCHMARK = Benchmark(
         "flops",
         "temp bytes",
         "donated bytes",
+        "state bytes",
         "within bars",
     ),
     run=run,

@@ -76,6 +76,9 @@ def _table():
     for n in (1, 2, 3):  # two devices for each replica: eight devices have no R = 8
         make = functools.partial(dj.MirroredStrategy, model_axes={"model": 2})
         yield f"two_each{n}", make, 2 * n
+    for part in ("optimizer", "gradients", "parameters"):
+        make = functools.partial(dj.ShardedStrategy, partition=part, model_axes={"model": 2})
+        yield f"{part}_two_each2", make, 4
 
 
 def _devices(n):
@@ -98,6 +101,7 @@ SAME_PROGRAM = {
     **{f"optimizer{n}": f"mirrored{n}" for n in REPLICA_COUNTS},
     **{f"gradients{n}": f"mirrored{n}" for n in (1, 2, 8)},
     "parameters1": "mirrored1",
+    **{f"{part}_two_each2": "two_each2" for part in ("optimizer", "gradients")},
 }
 
 #: Laws need not all counts of every kind: `mirrored` and `virtual` have 1 replica, `mirrored` has

@@ -66,6 +66,10 @@ class Flow(ABC, Generic[T]):
         """Returns what is known of the results of a scan, stacked."""
         return y
 
+    def is_within_replica(self, eqn: JaxprEqn) -> bool:
+        """Returns whether a `shard_map` is code of one replica, over its own devices."""
+        return False
+
     def within(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
         """Returns the context for a walk over code that an equation runs."""
         return contextlib.nullcontext()
@@ -126,6 +130,8 @@ class Flow(ABC, Generic[T]):
             return self._while(eqn, ins)
         if name == "cond":
             return self._cond(eqn, ins)
+        if name == "shard_map" and self.is_within_replica(eqn):
+            return self.call(eqn, eqn.params["jaxpr"], ins)
         solver = jax_compat.solver_call(eqn)
         return None if solver is None else self.call(eqn, solver[0], [ins[i] for i in solver[1]])
 

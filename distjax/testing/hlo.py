@@ -3,8 +3,9 @@
 from distjax._src.diagnostics.collectives import (
     KINDS,
     CollectiveCount,
+    count_by_axis,
     count_collectives,
     type_bytes,
 )
 
-__all__ = ["KINDS", "CollectiveCount", "count_collectives", "type_bytes"]
+__all__ = ["KINDS", "CollectiveCount", "count_by_axis", "count_collectives", "type_bytes"]

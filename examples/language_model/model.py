@@ -4,8 +4,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import text
+
+#: What the devices of one replica split, by path, where the strategy has an axis "model": whole
+#: heads of the attention, and the columns and rows between which a dense layer is wide.
+SPLIT = {
+    r"attention\.(query|key|value)\.kernel": P(None, "model"),
+    r"attention\.(query|key|value)\.bias": P("model"),
+    r"attention\.out\.kernel": P("model"),
+    r"widen\.kernel": P(None, "model"),
+    r"widen\.bias": P("model"),
+    r"narrow\.kernel": P("model"),
+}
 
 
 class Block(nnx.Module):

@@ -28,6 +28,7 @@ OF_A_JOB = {
     "multi_worker_sharded": _sharded("parameters"),
     "multi_worker_central": dj.CentralStorageStrategy,
 }
+WITH_MODEL_AXES = [name for name in (*OF_DEVICES, *OF_A_JOB) if "central" not in name]
 STRATEGIES = (*OF_DEVICES, *OF_A_JOB, "virtual", "one_device")
 OUT = Path(__file__).parent / "out"
 
@@ -40,6 +41,7 @@ def parse(description: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
     add("--replicas", type=int, default=2, help="of a strategy of one process (2)")
+    add("--model-axes", type=int, default=1, help="devices that share the heads of a replica (1)")
     add("--steps", type=int, default=600, help="training steps (600)")
     add("--global-batch", type=int, default=32, help="windows per step, all replicas (32)")
     add("--micro-batches", type=int, default=1, help="parts of a step whose gradients are added")
@@ -62,17 +64,27 @@ def parse(description: str) -> argparse.Namespace:
             f"--replicas {options.replicas} times --micro-batches {options.micro_batches} "
             f"does not divide --global-batch {options.global_batch}"
         )
+    if options.model_axes > 1 and options.strategy not in WITH_MODEL_AXES:
+        parser.error(f"--model-axes is for --strategy {', '.join(WITH_MODEL_AXES)}")
     return options
 
 
-def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
-    """The strategy of that name; call it before anything touches a device."""
+def make_strategy(name: str, num_replicas: int, num_each: int = 1) -> dj.Strategy:
+    """The strategy of that name; call it before anything touches a device.
+
+    Args:
+        name: One of `STRATEGIES`.
+        num_replicas: Of a strategy of one process.
+        num_each: The devices of each replica, which hold its heads in parts.
+    """
+    axes = {"model_axes": {"model": num_each}} if num_each > 1 else {}
     if name in OF_A_JOB:  # JAX_NUM_CPU_DEVICES says how many devices a process has
         dj.initialize()
-        return OF_A_JOB[name]()
-    jax.config.update("jax_num_cpu_devices", num_replicas)  # has no effect on other platforms
+        return OF_A_JOB[name](**axes)
+    count = num_replicas * num_each
+    jax.config.update("jax_num_cpu_devices", count)  # has no effect on other platforms
     if name == "virtual":
         return dj.VirtualStrategy(num_replicas)
     if name == "one_device":
         return dj.OneDeviceStrategy()
-    return OF_DEVICES[name](jax.devices()[:num_replicas])
+    return OF_DEVICES[name](jax.devices()[:count], **axes)

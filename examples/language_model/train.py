@@ -41,7 +41,7 @@ class Trainer:
             model.train()
             return model, nnx.Optimizer(model, clipped_adam, wrt=nnx.Param)
 
-        self.model, self.optimizer = dj.flax.create(build)
+        self.model, self.optimizer = dj.flax.create(build, rules=models.SPLIT)
         self.loss = nnx.metrics.Average()
         self.num_micro_batches = chosen.micro_batches
 
@@ -107,7 +107,7 @@ def saved_and_resumed(
 def main() -> None:
     """Trains, tests, writes some text."""
     chosen = options.parse(__doc__)
-    strategy = options.make_strategy(chosen.strategy, chosen.replicas)
+    strategy = options.make_strategy(chosen.strategy, chosen.replicas, chosen.model_axes)
     train_tokens, test_tokens = text.load(chosen.data)
     with strategy.scope():
         trainer = Trainer(chosen)

@@ -54,3 +54,9 @@ def test_parts_of_a_batch_add_up(uninterrupted):
     """Gradients of two micro-batches on each of two replicas are those of the whole batch."""
     line = last_line(SCRIPT, *SMALL, "--micro-batches", "2", "--strategy", "virtual")
     assert loss_in(line) == pytest.approx(uninterrupted, abs=1e-4)
+
+
+def test_devices_that_share_a_replica(uninterrupted):
+    """Two replicas of two devices, which hold half of the heads and columns each: under ZeRO-3."""
+    line = last_line(SCRIPT, *SMALL, "--strategy", "sharded", "--model-axes", "2")
+    assert loss_in(line) == pytest.approx(uninterrupted, abs=1e-5)

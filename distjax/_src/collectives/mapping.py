@@ -12,6 +12,10 @@ Reductions of bfloat16 over model axes on CPU are float32 before XLA sees them. 
 bfloat16 in float32; where some axes of the mesh are automatic, as model axes are, its pass that
 changes the type (`AllReducePromotion`, in JAX 0.10.2 to 0.12) does not know the copy in the code of
 such a reduction, and aborts the process. The results are those that XLA would give.
+
+The collectives of a single replica of several devices are gone before XLA sees them: it takes a map
+over an axis of size 1 for none at all, and then refuses a sum in it of what model axes split (JAX
+0.10.2 to 0.12).
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ def map_replicas(
 
     if needs_wide_reductions(topology):
         fn, args = widen_reductions(fn, args, args_varying)
+    if topology.model_axes and topology.num_replicas == 1:
+        fn = _without_collectives(fn, topology.axis_name)
 
     def on_blocks(*blocks: jax.Array) -> list[Any]:
         local = [
@@ -341,52 +347,60 @@ def widen_reductions(
     def widened(*local: jax.Array) -> Sequence[Any]:
         own = cast(local, jnp.bfloat16)
         jaxpr, consts = inner_traces.trace_jaxpr(fn, own)
-        return jax_compat.eval_jaxpr(_Widener().widen(jaxpr), consts, own)
+        return jax_compat.eval_jaxpr(_Rewriter(_in_float32).rewrite(jaxpr), consts, own)
 
     return widened, cast(args, jnp.float32)
 
 
-class _Widener:
-    """Widens the reductions in code and in what it calls."""
+class _Rewriter:
+    """Rewrites some equations in code and in what it calls.
 
-    def __init__(self):
-        #: By id: code and its widened form, held so that ids stay theirs.
-        self._widened: dict[int, tuple[Any, Any]] = {}
+    Args:
+      rewrite: returns the equations in place of one; None: it stays.
+    """
 
-    def widen(self, code: Jaxpr | ClosedJaxpr) -> Any:
-        """Returns the code with its reductions in float32: itself if there are none."""
-        if id(code) not in self._widened:  # JAX lowers code once, however often it is called
-            self._widened[id(code)] = code, self._widen(code)
-        return self._widened[id(code)][1]
+    def __init__(self, rewrite: Callable[[JaxprEqn], list[JaxprEqn] | None]):
+        self._rewrite_equation = rewrite
+        #: By id: code and its other form, held so that ids stay theirs.
+        self._rewritten: dict[int, tuple[Any, Any]] = {}
 
-    def _widen(self, code: Jaxpr | ClosedJaxpr) -> Any:
+    def rewrite(self, code: Jaxpr | ClosedJaxpr) -> Any:
+        """Returns the code with these equations rewritten: itself if there are none."""
+        if id(code) not in self._rewritten:  # JAX lowers code once, however often it is called
+            self._rewritten[id(code)] = code, self._rewrite(code)
+        return self._rewritten[id(code)][1]
+
+    def _rewrite(self, code: Jaxpr | ClosedJaxpr) -> Any:
         jaxpr, consts = jax_compat.open_jaxpr(code)
-        eqns = [e for eqn in jaxpr.eqns for e in self._widen_equation(eqn)]
+        eqns = [e for eqn in jaxpr.eqns for e in self._equations(eqn)]
         if eqns == jaxpr.eqns:
             return code
-        widened = jaxpr.replace(eqns=eqns)
-        return widened if code is jaxpr else ClosedJaxpr(widened, consts)
+        changed = jaxpr.replace(eqns=eqns)
+        return changed if code is jaxpr else ClosedJaxpr(changed, consts)
 
-    def _widen_equation(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        if eqn.primitive.name in _REDUCTIONS and any(_is_narrow(v.aval) for v in eqn.invars):
-            return _in_float32(eqn)
-        params = {key: self._widen_param(value) for key, value in eqn.params.items()}
+    def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        instead = self._rewrite_equation(eqn)
+        if instead is not None:
+            return instead
+        params = {key: self._param(value) for key, value in eqn.params.items()}
         is_same = all(params[key] is value for key, value in eqn.params.items())
         return [eqn if is_same else eqn.replace(params=params)]
 
-    def _widen_param(self, value: object) -> Any:
+    def _param(self, value: object) -> Any:
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
-            return self.widen(value)
+            return self.rewrite(value)
         if not isinstance(value, tuple):
             return value
-        parts = [self._widen_param(part) for part in value]
+        parts = [self._param(part) for part in value]
         if all(new is part for new, part in zip(parts, value, strict=True)):
             return value
         return getattr(type(value), "_make", tuple)(parts)  # those of a solver have names
 
 
-def _in_float32(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Returns the equations that do what a reduction does, in float32."""
+def _in_float32(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """Returns the equations that do what a reduction of bfloat16 does, in float32."""
+    if eqn.primitive.name not in _REDUCTIONS or not any(_is_narrow(v.aval) for v in eqn.invars):
+        return None
     ins, outs = list(map(_as_wide, eqn.invars)), list(map(_as_wide, eqn.outvars))
     changes = [(v, wide, eqn) for v, wide in zip(eqn.invars, ins, strict=True) if v is not wide]
     returns = [(wide, v, eqn) for v, wide in zip(eqn.outvars, outs, strict=True) if v is not wide]
@@ -413,3 +427,57 @@ def _conversion(source: Var | Literal, target: Var, place: JaxprEqn) -> JaxprEqn
 
 def _is_narrow(aval: AbstractValue) -> bool:
     return isinstance(aval, ShapedArray) and aval.dtype == jnp.bfloat16
+
+
+# -- collectives of a single replica ---------------------------------------------
+
+
+def _without_collectives(
+    fn: Callable[..., Sequence[Any]], axis_name: str
+) -> Callable[..., Sequence[Any]]:
+    """Returns what a single replica computes, without collectives over the axis of replicas."""
+
+    def rewrite(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+        given = (eqn.params.get(key, ()) for key in ("axes", "axis_name", "axis"))
+        named = [x if isinstance(x, (tuple, list)) else (x,) for x in given]
+        return _on_one_replica(eqn) if any(tuple(x) == (axis_name,) for x in named) else None
+
+    def alone(*local: jax.Array) -> Sequence[Any]:
+        jaxpr, consts = inner_traces.trace_jaxpr(fn, local)
+        return jax_compat.eval_jaxpr(_Rewriter(rewrite).rewrite(jaxpr), consts, local)
+
+    return alone
+
+
+def _on_one_replica(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """Returns the equations that do what a collective does where there is one replica."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "axis_index":
+        return _spliced(lambda: jnp.zeros((), jnp.int32), eqn, [], eqn.outvars)
+    if name not in _COLLECTIVES:
+        return None
+    convert: Callable[[jax.Array], jax.Array] = lambda x: x
+    if name in ("all_gather", "all_gather_invariant") and not params["tiled"]:
+        convert = lambda x: lax.expand_dims(x, (params["all_gather_dimension"],))
+    elif name == "reduce_scatter" and not params["tiled"]:
+        convert = lambda x: lax.squeeze(x, (params["scatter_dimension"],))
+    elif name == "ppermute" and not params["perm"]:
+        convert = jnp.zeros_like
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return [e for v, out in pairs for e in _spliced(convert, eqn, [v], [out])]
+
+
+#: Primitives that take as many values from the replicas as they return.
+_COLLECTIVES = _REDUCTIONS | {"all_gather_invariant", "all_to_all", "ppermute"}
+
+
+def _spliced(
+    fn: Callable[..., Any], place: JaxprEqn, ins: Sequence[Any], outs: Sequence[Var]
+) -> list[JaxprEqn]:
+    """Returns the equations of a function of at most one value, as if at the place of another."""
+    made = jax.make_jaxpr(lambda *x: jnp.copy(fn(*x)))(
+        *(struct(v.aval.shape, v.aval.dtype) for v in ins)
+    )
+    names: dict[Any, Any] = dict(zip(made.jaxpr.invars, ins, strict=True))
+    eqns = [_renamed(e, names, place, 0) for e in made.jaxpr.eqns]
+    return [*eqns[:-1], eqns[-1].replace(outvars=list(outs))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from distjax._src.collectives.mapping import map_replicas
 from distjax._src.integers import require_int
 from distjax._src.masks import spread_mask
 from distjax._src.modes import ReduceOp
+from distjax._src.placement.model_axes import Spec, on_own_parts
 from distjax._src.placement.topology import Topology
 from distjax.errors import describe_value, message
 
@@ -171,6 +172,27 @@ def sum_over_replicas(
     return [summed[i] for i in range(len(arrays))]
 
 
+def sum_split(
+    arrays: Sequence[jax.Array],
+    specs: Sequence[Spec],
+    topology: Topology,
+    options: CommunicationOptions,
+) -> list[jax.Array]:
+    """Returns `sum_over_replicas` of values that the devices of a replica may split.
+
+    Where arrays are joined or cut on the way, each device does so with its own parts.
+    """
+    moves = options.bytes_per_pack or options.compress or options.devices_per_host > 1
+    is_split = [bool(spec and moves) for spec in specs]
+    sums: dict[bool, Iterator[jax.Array]] = {}
+    for kind in sorted(set(is_split)):
+        own = [i for i, x in enumerate(is_split) if x is kind]
+        add = lambda *parts: sum_over_replicas(parts, topology, options)
+        kept = [specs[i] if kind else None for i in own]
+        sums[kind] = iter(on_own_parts(add, [arrays[i] for i in own], kept))
+    return [next(sums[kind]) for kind in is_split]
+
+
 def packs(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
     """Groups arrays by dtype into packs of up to `bytes_per_pack`; returns indices.
 
@@ -260,6 +282,7 @@ def reduce_arrays(
     axes: tuple[int, ...],
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: tuple[Any, ...] = (),
+    specs: tuple[Spec, ...] = (),
 ) -> list[jax.Array]:
     """Returns each array summed or averaged over the replicas.
 
@@ -273,8 +296,10 @@ def reduce_arrays(
       options: how varying values are communicated.
       splits: per array, the local form if the result is to be split over the replicas (by a
         single reduce-scatter), else None; () for none at all.
+      specs: per array, what its layout splits within a replica; () for nothing known.
     """
     count = topology.num_replicas
+    specs = specs or (None,) * len(varying)
     splits = splits or (None,) * len(varying)
     scattered = [
         varies and split is not None for varies, split in zip(varying, splits, strict=True)
@@ -283,8 +308,10 @@ def reduce_arrays(
     def on_replica(*local: jax.Array) -> list[Any]:
         inner = [ops.as_summand(op, _within(op, x, axes), "reduce") for x in local]
         kinds = list(zip(inner, varying, scattered, splits, strict=True))
-        whole = [x for x, varies, is_scattered, _ in kinds if varies and not is_scattered]
-        summed = iter(sum_over_replicas(whole, topology, options))
+        whole = [i for i, varies in enumerate(varying) if varies and not scattered[i]]
+        summed = iter(
+            sum_split([inner[i] for i in whole], [specs[i] for i in whole], topology, options)
+        )
         reduced = []
         for x, varies, is_scattered, split in kinds:
             if not varies:

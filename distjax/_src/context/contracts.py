@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.topology import Topology
@@ -95,4 +96,5 @@ class ExtendedLike(Protocol):
         name: str,
         dtype: DTypeLike | None,
         modes: VariableModes,
+        sharding: PartitionSpec | NamedSharding | None = None,
     ) -> Any: ...

@@ -17,13 +17,15 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from distjax._src.diagnostics.axes import axes_of
 from distjax._src.program.jit import LoweredProgram
 from distjax._src.tables import Table, format_bytes
+from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN, SourceFrame, find_line
 
 KINDS = (
@@ -95,9 +97,33 @@ def count_collectives(hlo_text: str) -> dict[str, CollectiveCount]:
     return count_by_kind((kind, size) for kind, size, _ in collective_instructions(hlo_text))
 
 
-def count_by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, CollectiveCount]:
+def count_by_axis(
+    hlo_text: str, sizes: Mapping[str, int]
+) -> dict[tuple[str, str], CollectiveCount]:
+    """Returns the collectives of a compiled program, by kind and axes of the mesh.
+
+    Args:
+      hlo_text: as for `count_collectives`.
+      sizes: name -> size of the axes of the mesh, as ``strategy.mesh.shape``.
+
+    Example:
+      >>> text = "  %sum = f32[4]{0} all-reduce(%a), replica_groups={{0,1},{2,3}}, to_apply=%add"
+      >>> count_by_axis(text, {"replica": 2, "model": 2})
+      {('all-reduce', 'model'): CollectiveCount(num_ops=1, result_bytes=16)}
+    """
+    found = collective_instructions(hlo_text)
+    return count_by_kind(
+        ((kind, axes_of(rest.partition("replica_groups=")[2], sizes)), size)
+        for kind, size, rest in found
+    )
+
+
+_Key = TypeVar("_Key")
+
+
+def count_by_kind(sizes: Iterable[tuple[_Key, int]]) -> dict[_Key, CollectiveCount]:
     """Returns the collectives by kind, given the kind and the bytes of each one."""
-    counts: dict[str, CollectiveCount] = {}
+    counts: dict[_Key, CollectiveCount] = {}
     for kind, size in sizes:
         num_ops, result_bytes = counts.get(kind, (0, 0))
         counts[kind] = CollectiveCount(num_ops + 1, result_bytes + size)
@@ -146,15 +172,21 @@ class Collective:
       kind: one of `KINDS`.
       result_bytes: bytes of its result, on one device.
       source: the user's line, "file:line (function)".
+      over: the axes of the mesh that it runs over, as "replica" or "model"; "" where there are
+        no model axes.
     """
 
     kind: str
     result_bytes: int
     source: str
+    over: str = ""
 
 
 def collective_table(caption: str, collectives: Sequence[Collective]) -> Table:
-    """Returns a table of collectives, each with its bytes and line."""
+    """Returns a table of collectives, each with its bytes and line, and its axes if known."""
+    if any(c.over for c in collectives):
+        axes = tuple((c.kind, c.over, format_bytes(c.result_bytes), c.source) for c in collectives)
+        return Table(caption, ("kind", "over", "bytes", "line"), axes)
     rows = tuple((c.kind, format_bytes(c.result_bytes), c.source) for c in collectives)
     return Table(caption, ("kind", "bytes", "line"), rows)
 
@@ -171,9 +203,17 @@ _NAME = re.compile(r'"([^"]*)"\((?!")')
 
 
 def list_lowered(
-    lowered: LoweredProgram | jax.stages.Lowered, merge_lines: Sequence[str]
+    lowered: LoweredProgram | jax.stages.Lowered,
+    merge_lines: Sequence[str],
+    sizes: Mapping[str, int],
 ) -> list[Collective]:
-    """Returns the collectives of a lowered program, in text order."""
+    """Returns the collectives of a lowered program, in text order.
+
+    Args:
+      lowered: the program.
+      merge_lines: for each emitted merge, the line of its `merge_call`.
+      sizes: name -> size of the axes of the mesh; empty: not to be told.
+    """
     module: Any = lowered.compiler_ir("stablehlo")
     callers = {
         str(op.attributes["callee"]).removeprefix("@"): str(op.location)
@@ -185,10 +225,17 @@ def list_lowered(
             _LOWERED_KINDS[op.name],
             sum(_tensor_bytes(str(result.type)) for result in op.results),
             _line_of_lowered((str(op.location), *around), callers, merge_lines),
+            _axes_of_lowered(op.attributes, sizes),
         )
         for op, around in _operations(module.operation, ())
         if op.name in _LOWERED_KINDS
     ]
+
+
+def _axes_of_lowered(attributes: PyTree, sizes: Mapping[str, int]) -> str:
+    if not sizes or "replica_groups" not in attributes:
+        return ""
+    return axes_of(str(attributes["replica_groups"]), sizes)
 
 
 def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -232,15 +279,18 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 
 
-def list_compiled(hlo_text: str, merge_lines: Sequence[str]) -> list[Collective]:
-    """Returns the collectives in the text of a compiled program."""
+def list_compiled(
+    hlo_text: str, merge_lines: Sequence[str], sizes: Mapping[str, int]
+) -> list[Collective]:
+    """Returns the collectives in the text of a compiled program; arguments as `list_lowered`."""
     stacks = _Stacks(hlo_text)
     found = []
     for kind, result_bytes, rest in collective_instructions(hlo_text):
         name, frame_id = _OP_NAME.search(rest), _FRAME_ID.search(rest)
         frames = stacks.frames(int(frame_id[1])) if frame_id else []
         line = user_line(frames, name[1] if name else "", merge_lines)
-        found.append(Collective(kind, result_bytes, line or UNKNOWN))
+        over = axes_of(rest.partition("replica_groups=")[2], sizes)
+        found.append(Collective(kind, result_bytes, line or UNKNOWN, over))
     return found
 
 

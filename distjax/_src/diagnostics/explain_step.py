@@ -130,15 +130,15 @@ def explain(
     cutting = strategy if isinstance(strategy, CutsSteps) else None
     of_worker = cutting.lower_worker(fn, args, kwargs) if cutting else ()
     texts = [program.as_text() or "" for program in (compiled, *(p.compile() for p in of_worker))]
-    arguments = _arguments(fn, args, kwargs)
+    arguments, known = _arguments(fn, args, kwargs), (notes.merge_lines, notes.axis_sizes)
     return Explanation(
         name=function_name(fn),
         arguments={path: notes.letter(leaf) for path, leaf in arguments.items()},
         results=dict(notes.results),
         runs=tuple(notes.runs),
         variables=_variables(notes),
-        written=tuple(c for p in (lowered, *of_worker) for c in list_lowered(p, notes.merge_lines)),
-        compiled=tuple(c for text in texts for c in list_compiled(text, notes.merge_lines)),
+        written=tuple(c for p in (lowered, *of_worker) for c in list_lowered(p, *known)),
+        compiled=tuple(c for text in texts for c in list_compiled(text, *known)),
         flops=_flops(compiled),
         memory=_memory(compiled),
         equal_reductions=tuple(notes.equal_reductions),
@@ -336,6 +336,8 @@ class Notes:
         self.results: tuple[tuple[str, str], ...] = ()
         self.merge_lines: list[str] = []
         self._open_merges: list[int] = []
+        #: name -> size of the axes of the mesh, if a replica has several devices.
+        self.axis_sizes: Mapping[str, int] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -375,6 +377,8 @@ class Notes:
     def on_proved(self, run: TracedRun, why: Sequence[tuple[str, bool, str]]) -> None:
         """Records what was proved about one replica function."""
         given, line, count = run.given, self._calling_line(), run.topology.num_replicas
+        if run.topology.model_axes and run.topology.mesh is not None:
+            self.axis_sizes = dict(run.topology.mesh.shape)
         reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
         args = _letters([(p, x.varying) for p, x in zip(given.paths, given.values, strict=True)])
         paths = run.traced.result.paths

@@ -32,7 +32,8 @@ from distjax._src.flax.graphs import (
     is_object,
     is_variable,
     metadata_without,
-    objects_placed_for,
+    note_met,
+    objects_of,
     path_of,
     put_back_strategies,
     references,
@@ -142,6 +143,7 @@ class SplitNNX:
             try:
                 self._enter(leaves, nodes, context)
                 yield
+                note_met([*nodes.values()])
             except Exception as error:
                 explained = explain_here(error)  # before the marks are restored
                 if explained is not None:
@@ -423,7 +425,7 @@ _AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}
 def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
     """Returns a description of each variable, named by its longest path in an object."""
     found: dict[int, tuple[tuple[Any, ...], Any]] = {}
-    for node in objects_placed_for(strategy):
+    for node in objects_of(strategy):
         for path, variable in nnx.iter_graph(node):
             if not isinstance(variable, nnx.Variable):
                 continue

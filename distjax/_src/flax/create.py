@@ -16,6 +16,7 @@ from distjax._src.cluster.ledger import phase
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_program
 from distjax._src.context import frames
 from distjax._src.context.contracts import ExtendedLike, StrategyLike
+from distjax._src.flax import specs
 from distjax._src.flax.graphs import (
     forget_strategies,
     is_object,
@@ -39,7 +40,7 @@ from distjax.errors import ContextError, LocalityError, TraceLeakError, describe
 T = TypeVar("T")
 
 
-def create(fn: Callable[[], T]) -> T:
+def create(fn: Callable[[], T], *, rules: specs.Rules | None = None) -> T:
     """Returns the result of ``fn``, with its arrays created where the strategy keeps them.
 
     The constructor is traced, and one compiled program creates all arrays, each with its
@@ -48,13 +49,17 @@ def create(fn: Callable[[], T]) -> T:
     Args:
       fn: returns a module, an optimizer, or a tree of such: `lambda:
         Model(rngs=nnx.Rngs(0))`. Traced twice.
+      rules: which arrays the devices of a replica split, by path, as in `place`.
+
+    What Flax's metadata name, as those of `nnx.with_partitioning`, is split over the model axes
+    of these names; `nnx.logical_axis_rules` around the call maps other names to these.
 
     Locality: parameters V, the rest M. Context: cross-replica or default; without an
       active strategy, returns ``fn()``.
 
     Raises:
       TraceLeakError: ``fn`` changes or returns an NNX object that was made outside of it.
-      ValueError: ``fn`` returns no NNX object.
+      ValueError: ``fn`` returns no NNX object, or a sharding that does not fit.
 
     Example:
       >>> from flax import nnx
@@ -65,10 +70,12 @@ def create(fn: Callable[[], T]) -> T:
       (2, 3)
     """
     if not frames.current().has_strategy:
-        return fn()
+        built = fn()
+        specs.write(_objects(built), rules, None)
+        return built
     strategy = frames.current().strategy
     frames.require_cross_replica(strategy, "flax.create")
-    initial, found = make_initializer(fn, strategy)
+    initial, found = make_initializer(fn, strategy, rules)
     with phase("creating modules"):
         arrays = initial()
     arrays = [place_array(x, layout) for x, layout in zip(arrays, found.layouts, strict=True)]
@@ -87,7 +94,7 @@ class TracedConstructor:
 
 
 def make_initializer(
-    fn: Callable[[], Any], strategy: StrategyLike
+    fn: Callable[[], Any], strategy: StrategyLike, rules: specs.Rules | None = None
 ) -> tuple[Any, TracedConstructor]:
     """Returns a function that makes all arrays, and what its trace found.
 
@@ -99,6 +106,8 @@ def make_initializer(
         built = _build(fn)
         if not _objects(built):
             raise ValueError(_no_objects_text("create", built))
+        specs.write(_objects(built), rules, strategy.extended.topology)
+        specs.keep_logical_rules(_objects(built))
         graphdef, flat = nnx.graph.flatten((built,), graph=True)
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             if isinstance(variable, nnx.Variable) and is_outside(variable):
@@ -132,7 +141,8 @@ def make_initializer(
 
 def _build(fn: Callable[[], Any]) -> Any:
     try:
-        return fn()
+        with nnx.use_eager_sharding(False):  # which would need a mesh, and ours is not in force
+            return fn()
     except Exception as error:
         node = refused_outside(error)
         if node is None:
@@ -152,7 +162,7 @@ def _outside_text(node: PyTree, path: Sequence[Any]) -> str:
     )
 
 
-def place(module: T) -> T:
+def place(module: T, *, rules: specs.Rules | None = None) -> T:
     """Moves the arrays of `module` to where the active strategy keeps them; returns it.
 
     The first `run` or `dj.jit` under a strategy does the same. A module that was placed for
@@ -160,18 +170,37 @@ def place(module: T) -> T:
 
     Args:
       module: an existing module, an optimizer, or a tree of such.
+      rules: which arrays the devices of a replica split: pattern -> PartitionSpec over the model
+        axes, as in ``{"up.kernel": P(None, "model")}``. The first pattern that `re.search`
+        finds in the path of a variable, "layers.0.up.kernel", counts; it is written to the
+        variable, and the moments of optimizers follow it. Others are as Flax's metadata, or the
+        arrays themselves, say. Under a strategy without model axes they split nothing.
 
     Locality: parameters V, the rest M. Context: cross-replica or default.
 
     Raises:
       LocalityError: a variable has a value for each replica of other replicas.
-      ValueError: `module` contains no NNX object.
+      ValueError: `module` contains no NNX object, a rule that finds no variable, or a
+        sharding that does not fit.
+      TypeError: a rule that is no PartitionSpec.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
+      >>> with strategy.scope():
+      ...     layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+      ...     layer = dj.flax.place(layer, rules={"kernel": P(None, "model")})
+      >>> layer.kernel[...].addressable_shards[0].data.shape
+      (4, 3)
     """
     strategy = frames.current().strategy
     objects = _objects(module)
     if not objects:
         raise ValueError(_no_objects_text("place", module))
-    if frames.current().has_strategy:
+    has_strategy = frames.current().has_strategy
+    specs.write(objects, rules, strategy.extended.topology if has_strategy else None)
+    if has_strategy:
         frames.require_cross_replica(strategy, "flax.place")
         _move(objects, strategy)
     return module

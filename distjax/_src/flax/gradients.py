@@ -22,9 +22,11 @@ from jax import lax
 from distjax._src.collectives.ops import as_reduce_op, from_total, sum_dtype
 from distjax._src.collectives.reductions import reduce_arrays
 from distjax._src.context import frames
-from distjax._src.flax.graphs import is_object, require_no_traced_values
+from distjax._src.flax.graphs import is_object, is_variable, require_no_traced_values
 from distjax._src.flax.plans import gradient_form, raw_value, write_entries
+from distjax._src.flax.specs import spec_of_variable
 from distjax._src.modes import ReduceOp
+from distjax._src.placement.model_axes import Spec
 from distjax._src.placement.per_replica import PerReplica, is_per_replica
 from distjax._src.replica.global_value import from_user_value, replica_aval, stack_replicas
 from distjax._src.strategies.extended import StrategyExtended
@@ -234,7 +236,14 @@ class _Update:
         op: ReduceOp,
     ):
         self._optimizer, self._model, self._op = optimizer, model, op
-        params = nnx.as_pure(nnx.state(model, optimizer.wrt, graph=optimizer.graph))
+        own = nnx.state(model, optimizer.wrt, graph=optimizer.graph)
+        topology = frames.current().strategy.extended.topology
+        self._specs = [
+            spec_of_variable(v, jnp.shape(x), topology)
+            for v in jax.tree.leaves(own, is_leaf=is_variable)
+            for x in jax.tree.leaves(raw_value(v))
+        ]
+        params = nnx.as_pure(own)
         grads = nnx.as_pure(nnx.state(grads, optimizer.wrt, graph=optimizer.graph))
         slots = nnx.as_pure(optimizer.opt_state)
         self._params, self._params_tree = jax.tree.flatten(params)
@@ -280,7 +289,9 @@ class _Update:
         count = len(self._params)
         params = self._params_tree.unflatten(whole[:count])
         slots = self._slots_tree.unflatten(whole[count:])
-        reduced = _reduce_gradients(extended, self._op, grads, whole[:count], self._forms[:count])
+        reduced = _reduce_gradients(
+            extended, self._op, grads, whole[:count], self._forms[:count], self._specs
+        )
         updates, slots = self._optimizer.tx.update(
             self._grads_tree.unflatten(reduced), slots, params, **kwargs
         )
@@ -310,6 +321,7 @@ def _reduce_gradients(
     grads: Sequence[Any],
     params: Sequence[Any],
     own_forms: Sequence[LocalForm | None],
+    specs: Sequence[Spec],
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them.
 
@@ -321,6 +333,7 @@ def _reduce_gradients(
       grads: whole gradients, or the replicas' shards of a sum that is already reduced.
       params: the parameters, in the global view.
       own_forms: per parameter, the form that it was gathered from; None: it is whole.
+      specs: per parameter, what it splits within a replica.
     """
     topology = extended.topology
     values = list(map(from_user_value, grads))
@@ -329,8 +342,8 @@ def _reduce_gradients(
         for value, p, own in zip(values, params, own_forms, strict=True)
     ]
     forms = [
-        own if own is not None and is_done else gradient_form(extended, p)
-        for p, own, is_done in zip(params, own_forms, done, strict=True)
+        own if own is not None and is_done else gradient_form(extended, p, spec)
+        for p, own, is_done, spec in zip(params, own_forms, done, specs, strict=True)
     ]
     varying = [v.varying or f.is_split for v, f in zip(values, forms, strict=True)]
     arrays = [
@@ -347,6 +360,7 @@ def _reduce_gradients(
             (),
             extended.communication,
             tuple(forms[i] if forms[i].is_split else None for i in left),
+            tuple(specs[i] for i in left),
         )
     )
     return [

@@ -61,6 +61,8 @@ def _is_of_type(kind: type, types: tuple[type, ...]) -> bool | None:
 
 # Keyed by id, since objects may define equality, and weak, so that they can die.
 _strategies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+#: The same for those that a strategy met in a `dj.jit` and that were not placed: to be described.
+_met: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def strategy_of(node: PyTree) -> Any:
@@ -75,10 +77,24 @@ def common_strategy(objects: Sequence[Any]) -> Any:
     return owners.pop() if len(owners) == 1 else None
 
 
-def objects_placed_for(strategy: StrategyLike) -> list[Any]:
-    """Returns the live modules that were placed for `strategy`."""
-    entries = [(node(), owner()) for node, owner in list(_strategies.values())]
+def objects_of(strategy: StrategyLike) -> list[Any]:
+    """Returns the live modules that `strategy` uses: placed for it, or met in a `dj.jit`."""
+    placed = _of(_strategies, strategy)
+    return [*placed, *(node for node in _of(_met, strategy) if strategy_of(node) is None)]
+
+
+def _of(records: dict[int, Any], strategy: StrategyLike) -> list[Any]:
+    entries = [(node(), owner()) for node, owner in list(records.values())]
     return [node for node, owner in entries if node is not None and owner is strategy]
+
+
+def note_met(nodes: Sequence[Any]) -> None:
+    """Notes whose modules are in a trace that is ending, which they do not stay."""
+    for node in nodes:
+        owner, key = strategy_of(node), id(node)
+        if owner is not None:
+            forget = weakref.ref(node, lambda _, key=key: _met.pop(key, None))
+            _met[key] = (forget, weakref.ref(owner))
 
 
 def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bool) -> None:

@@ -22,7 +22,7 @@ from distjax._src.cluster.job import job
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_on_host
 from distjax._src.cluster.programs import record_write
 from distjax._src.context.contracts import StrategyLike
-from distjax._src.flax import rules
+from distjax._src.flax import rules, specs
 from distjax._src.flax.graphs import (
     FlatGraph,
     add_hooks,
@@ -37,6 +37,7 @@ from distjax._src.flax.graphs import (
 )
 from distjax._src.flax.rules import combine_of, metrics_as_key, metrics_in
 from distjax._src.objects.stateful import one_at_a_time
+from distjax._src.placement.model_axes import Spec
 from distjax._src.placement.per_replica import PerReplica, is_per_replica
 from distjax._src.placement.topology import Topology, is_host_memory
 from distjax._src.placement.transfer import transfer, without_alias
@@ -45,7 +46,14 @@ from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.reducing import reduction_layout
 from distjax._src.traced_types import is_struct
 from distjax._src.typing import DTypeLike, PyTree
-from distjax._src.variables.layouts import Layout, LocalForm, MirroredLayout, VariablePlacement
+from distjax._src.variables.layouts import (
+    Layout,
+    LocalForm,
+    MirroredLayout,
+    VariablePlacement,
+    found_layout,
+    layout_by,
+)
 from distjax.errors import UnsupportedError, message
 
 # -- layouts ------------------------------------------------------------------
@@ -66,12 +74,13 @@ def layout_of(
     """
     shape, extended = tuple(shape), strategy.extended
     placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
+    spec = specs.spec_of_variable(variable, shape, extended.topology)
     if rules.is_parameter(variable) or not placement.synchronizes:
-        return placement.layout(shape, dtype).unencoded(shape)
+        return layout_by(placement, shape, dtype, None, spec).unencoded(shape)
     if isinstance(variable, nnx.OptState):
-        beside = _Parameter(shape, dtype, placement.layout(shape, dtype))
-        return placement.layout(shape, dtype, beside).unencoded(shape)
-    return MirroredLayout(extended.topology)
+        beside = _Parameter(shape, dtype, layout_by(placement, shape, dtype, None, spec))
+        return layout_by(placement, shape, dtype, beside, spec).unencoded(shape)
+    return MirroredLayout(extended.topology, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +92,16 @@ class _Parameter:
     layout: Layout
 
 
-def gradient_form(extended: StrategyExtended, parameter: jax.Array) -> LocalForm:
-    """Returns the local form of a gradient that is reduced to a parameter."""
+def gradient_form(extended: StrategyExtended, parameter: jax.Array, spec: Spec) -> LocalForm:
+    """Returns the local form of a gradient that is reduced to a parameter.
+
+    Args:
+      extended: that of the strategy.
+      parameter: the value of the parameter.
+      spec: what the parameter splits within a replica.
+    """
     shape, dtype = tuple(parameter.shape), parameter.dtype
-    target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
+    target = _Parameter(shape, dtype, layout_by(extended.placement, shape, dtype, None, spec))
     return reduction_layout(extended, target).local_form
 
 
@@ -144,8 +159,9 @@ def place_array(value: PyTree, layout: Layout | None) -> Any:
 def _is_there(value: PyTree, layout: Layout | None) -> bool:
     if layout is None or isinstance(value, PerReplica):
         return True
-    is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
-    return is_there and value.committed  # an uncommitted one would cost a second compilation
+    if not isinstance(value, jax.Array) or not value.committed:
+        return False  # an uncommitted one would cost a second compilation
+    return value.sharding == found_layout(layout, value.sharding).sharding
 
 
 def as_value(stored: PyTree, layout: Layout | None) -> Any:
@@ -265,6 +281,8 @@ def flatten_objects(
         graph = FlatGraph(objects)
         _require_in_trace(graph.variables)
     else:
+        if strategy is not None and strategy.extended.topology.model_axes:
+            specs.learn(objects, strategy)
         graph = flatten_graph(objects)
     strategy = _assign_strategy(objects, graph, strategy)
     values = [raw_value(v) for v in graph.variables]

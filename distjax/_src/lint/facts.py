@@ -217,6 +217,10 @@ class FactWalk(Flow[Fact]):
         """Returns whether an equation is part of a backward pass."""
         return self.in_transpose or "transpose(" in str(eqn.source_info.name_stack)
 
+    def is_within_replica(self, eqn: JaxprEqn) -> bool:
+        """Returns whether a `shard_map` leaves the replica axis alone."""
+        return self.axis_name not in eqn.params["newly_manual_axes"]
+
     @contextlib.contextmanager
     def within(self, eqn: JaxprEqn) -> Generator[None]:
         """Knows in the code of an equation by which calls it is reached."""

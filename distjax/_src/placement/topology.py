@@ -69,11 +69,21 @@ class Topology:
         """The sharding of a stacked value [R, ...], one slice per replica."""
         return self.split_along(0)
 
-    def split_along(self, axis: int) -> Sharding:
-        """Returns the sharding of a value whose `axis` runs over the replicas."""
+    def within_replicas(self, spec: PartitionSpec | None) -> Sharding:
+        """Returns the sharding of a value that each replica holds, split there as `spec` says."""
+        return NamedSharding(self.mesh, spec) if spec and self.mesh is not None else self.mirrored
+
+    def split_along(self, axis: int, spec: PartitionSpec | None = None) -> Sharding:
+        """Returns the sharding of a value whose `axis` runs over the replicas.
+
+        `spec` says what the devices of each split of it, along other axes.
+        """
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis_name))
+        entries = list(spec or ())
+        entries += [None] * (axis + 1 - len(entries))
+        entries[axis] = self.axis_name
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def find_axis(self, shape: Sequence[int], axes: Iterable[int] | None = None) -> int | None:
         """Returns the first of some axes (None: of all) that R divides, or None.

@@ -93,6 +93,10 @@ class Analysis(Flow[bool]):
         self.require_uniform(eqn)
         return [True] * len(outs)
 
+    def is_within_replica(self, eqn: JaxprEqn) -> bool:
+        """Returns whether a `shard_map` leaves the replica axis alone."""
+        return self.axis_name not in eqn.params["newly_manual_axes"]
+
     @contextlib.contextmanager
     def within(self, eqn: JaxprEqn) -> Generator[None]:
         """Knows in the code of an equation that a block is around it."""

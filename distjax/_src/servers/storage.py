@@ -152,7 +152,11 @@ class ServerPlacement:
         self._variables = weakref.WeakSet[ServerStorage]()
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: object = None,
     ) -> ServerLayout:
         """Returns the layout of a new variable."""
         own = getattr(colocate_with, "layout", None)

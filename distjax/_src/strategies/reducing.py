@@ -8,6 +8,7 @@ they are, and a sum over several replicas raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from distjax._src.context.contracts import Destinations
 from distjax._src.integers import is_int
 from distjax._src.masks import require_mask
 from distjax._src.modes import ReduceOp
+from distjax._src.placement.model_axes import Spec
 from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax._src.placement.rows import note_one_value, require_not_split
 from distjax._src.placement.topology import Topology
@@ -45,7 +47,7 @@ from distjax._src.strategies.values import is_mirrored, off_device
 from distjax._src.traced_types import is_struct
 from distjax._src.typing import AxisLike, PyTree, ReduceOpLike
 from distjax._src.variables.conversion import is_number
-from distjax._src.variables.layouts import LaidOut, Layout, LocalForm
+from distjax._src.variables.layouts import LaidOut, Layout, spec_of
 from distjax._src.variables.variable import ExtendedForVariables, Variable, read_components
 from distjax.errors import LocalityError, describe_value, message, require
 
@@ -81,6 +83,7 @@ def _reduce_leaves(
     axes: tuple[int, ...],
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: Sequence[Any] = (),
+    specs: Sequence[Spec] = (),
 ) -> Any:
     is_sum = op is ReduceOp.SUM
     leaves = [_read_foreign(extended, leaf, is_sum=is_sum) for leaf in leaves]
@@ -88,8 +91,9 @@ def _reduce_leaves(
     found = [x for x in global_values if x is not None]
     for x in found:
         require_sums(x.array.dtype, f"reduce({op.name})")
-    found_splits = [s for x, s in zip(global_values, splits, strict=False) if x is not None]
-    static = (op, tuple(x.varying for x in found), axes, options, tuple(found_splits))
+    is_found = [x is not None for x in global_values]
+    of_found = (tuple(compress(each, is_found)) for each in (splits, specs))
+    static = (op, tuple(x.varying for x in found), axes, options, *of_found)
     name = op.name if not axes else f"{op.name}_within"
     reduced = iter(_call(extended, name, reduce_arrays, found, *static))
     return [
@@ -331,12 +335,15 @@ def batch_reduce_to(
     require_dense([value for value, _ in pairs], "reduce_to")
     flat = [jax.tree.flatten(value, is_leaf=is_per_replica) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
-    splits = [
-        _split_form_of(extended, destinations, leaf)
+    layouts = [
+        _layout_beside(extended, destinations, leaf)
         for (values, _), (_, destinations) in zip(flat, pairs, strict=True)
         for leaf in values
     ]
-    reduced = iter(_reduce_leaves(extended, op, leaves, (), communication, splits))
+    forms = [None if layout is None else layout.local_form for layout in layouts]
+    splits = [form if form is not None and form.is_split else None for form in forms]
+    specs = [None if layout is None else spec_of(layout) for layout in layouts]
+    reduced = iter(_reduce_leaves(extended, op, leaves, (), communication, splits, specs))
     return [
         jax.tree.unflatten(
             treedef,
@@ -358,16 +365,15 @@ def _fitting(
     return target if target is None or target.is_fully_replicated else topology.mirrored
 
 
-def _split_form_of(
+def _layout_beside(
     extended: ExtendedForVariables, destinations: Destinations, leaf: PyTree
-) -> LocalForm | None:
-    """Returns the local form of a value that the reduction is to leave split, or None."""
+) -> Layout | None:
+    """Returns the layout that a reduction is to give a value, or None if it is whole."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
     if np.shape(leaf) != destinations.shape:  # e.g. a loss
         return None
-    form = reduction_layout(extended, destinations).local_form
-    return form if form.is_split else None
+    return reduction_layout(extended, destinations)
 
 
 def require_pairs(pairs: object) -> list[tuple[Any, Any]]:

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from distjax._src import jax_compat
 from distjax._src.collectives.reductions import CommunicationOptions
+from distjax._src.placement.model_axes import Spec, free_axes
 from distjax._src.placement.topology import (
     REPLICA_AXIS,
     Topology,
@@ -28,6 +29,8 @@ from distjax._src.variables.layouts import (
     Layout,
     MirroredLayout,
     PartitionedLayout,
+    spec_beside,
+    spec_of,
 )
 from distjax._src.variables.partitioners import Partitioner, count_shards, require_partitioner
 from distjax.errors import describe_value, message
@@ -58,32 +61,37 @@ class ShardedPlacement:
         return dataclasses.replace(self, topology=topology)
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: Spec = None,
     ) -> Layout:
         """Returns the split layout if this kind of variable is split."""
+        spec = spec_beside(colocate_with, shape) if spec is None else spec
         if colocate_with is not None or self.partition == "parameters":
-            return self._split_layout(shape, dtype)
-        return MirroredLayout(self.topology)
+            return self._split_layout(shape, dtype, spec)
+        return MirroredLayout(self.topology, spec)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the split layout of a gradient, from stage 2 on."""
         if self.partition == "optimizer":
-            return MirroredLayout(self.topology)
-        return self._split_layout(variable.shape, variable.dtype)
+            return MirroredLayout(self.topology, spec_of(variable.layout))
+        return self._split_layout(variable.shape, variable.dtype, spec_of(variable.layout))
 
-    def _split_layout(self, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
-        axis = self._axis(tuple(shape), dtype)
+    def _split_layout(self, shape: tuple[int, ...], dtype: DTypeLike, spec: Spec) -> Layout:
+        axis = self._axis(tuple(shape), dtype, spec)
         if axis is None:
-            return MirroredLayout(self.topology)
-        return PartitionedLayout(self.topology, axis)
+            return MirroredLayout(self.topology, spec)
+        return PartitionedLayout(self.topology, axis, spec)
 
-    def _axis(self, shape: tuple[int, ...], dtype: DTypeLike) -> int | None:
+    def _axis(self, shape: tuple[int, ...], dtype: DTypeLike, spec: Spec) -> int | None:
         if jax_compat.is_key_dtype(dtype) or self.topology.num_replicas == 1:
             return None
-        axes = None
+        axes = free_axes(spec, shape)
         if self.partitioner is not None:
             shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
-            axes = [i for i, n in enumerate(shards) if n > 1]
+            axes = [i for i in axes if shards[i] > 1]
         return self.topology.find_axis(shape, axes)
 
 
@@ -100,10 +108,14 @@ class ShardedStrategy(Strategy):
         of shape and dtype: which axis to split, if any. Default: the first axis
         that R divides.
       axis_name: the name of the replica axis inside `run`.
+      model_axes: sizes of axes within one replica, as in `MirroredStrategy`. What a variable's
+        `sharding` splits over them is split besides; over the replicas is an axis that it
+        leaves free.
       communication: how reductions to whole values are carried out.
 
     Raises:
-      ValueError: an unknown partition. TypeError: a partitioner that is not a function.
+      ValueError: an unknown partition, or axes that do not fit. TypeError: a partitioner
+        that is not a function.
 
     Locality: split variables are `P(..., replica)` on one axis; a variable too
       small or not divisible stays mirrored.
@@ -127,6 +139,7 @@ class ShardedStrategy(Strategy):
         partition: str = "optimizer",
         partitioner: Partitioner | None = None,
         axis_name: str = REPLICA_AXIS,
+        model_axes: Mapping[str, int] | None = None,
         communication: CommunicationOptions | None = None,
     ):
         if partition not in PARTITIONS:
@@ -139,7 +152,7 @@ class ShardedStrategy(Strategy):
                 )
             )
         require_partitioner("ShardedStrategy", partitioner)
-        topology = mesh_topology(devices_or_all(devices, "ShardedStrategy"), axis_name)
+        topology = mesh_topology(devices_or_all(devices, "ShardedStrategy"), axis_name, model_axes)
         placement = ShardedPlacement(topology, partition, partitioner)
         super().__init__(StrategyExtended(topology, placement, communication=communication))
 
@@ -153,7 +166,11 @@ class CentralStoragePlacement:
     synchronizes: bool = True
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: Spec = None,
     ) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
         if jax_compat.is_key_dtype(dtype) or 0 in shape:

@@ -20,7 +20,12 @@ from distjax._src.context import frames
 from distjax._src.context.contracts import ExtendedLike
 from distjax._src.placement import topology as kinds
 from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.rows import holds_rows, replica_axis, require_not_split
+from distjax._src.placement.rows import (
+    holds_rows,
+    is_split_over_replicas,
+    replica_axis,
+    require_not_split,
+)
 from distjax._src.placement.topology import Locality, Topology, is_host_memory
 from distjax._src.placement.transfer import (
     copied,
@@ -104,7 +109,7 @@ def is_mirrored(topology: Topology, value: object) -> bool:
         return True
     if value.sharding.device_set != set(topology.devices):
         return False
-    return topology.mesh is None or bool(topology.model_axes) or value.is_fully_replicated
+    return not is_split_over_replicas(value, topology)
 
 
 # -- taking apart -------------------------------------------------------------

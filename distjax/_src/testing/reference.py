@@ -273,11 +273,17 @@ class ReferenceExtended(StrategyExtended):
     # -- variables ------------------------------------------------------------
 
     def create_variable(
-        self, initial_value: PyTree, *, name: str, dtype: DTypeLike | None, **options: PyTree
+        self,
+        initial_value: PyTree,
+        *,
+        name: str,
+        dtype: DTypeLike | None,
+        sharding: PyTree = None,
+        **options: PyTree,
     ) -> ReferenceVariable:
         """Creates a variable; in a replica context, all replicas meet and share it.
 
-        Its initial value is that of replica 0.
+        Its initial value is that of replica 0. A replica has one device: `sharding` says nothing.
         """
         value = initial_value() if callable(initial_value) else initial_value
         value = value.value if isinstance(value, ReferenceVariable) else value

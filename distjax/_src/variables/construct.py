@@ -15,11 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src import hooks, jax_compat
 from distjax._src.collectives.ops import from_first_replica
 from distjax._src.context import frames
+from distjax._src.placement.model_axes import Spec, adopted_spec, require_spec
 from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import require_no_mask, without_alias
 from distjax._src.typing import DTypeLike, PyTree, VariableModes
 from distjax._src.variables.conversion import (
@@ -29,7 +32,7 @@ from distjax._src.variables.conversion import (
     to_dtype,
     without_weak_type,
 )
-from distjax._src.variables.layouts import Layout, StackedLayout, VariablePlacement
+from distjax._src.variables.layouts import Layout, StackedLayout, VariablePlacement, layout_by
 from distjax._src.variables.policy import PLAIN, Policy, policy_for
 from distjax._src.variables.state import TraceState, require_no_trace, require_own_trace
 from distjax._src.variables.variable import OwningStrategy, Variable
@@ -53,10 +56,12 @@ def make_variable(
     dtype: DTypeLike | None,
     modes: VariableModes,
     find_policy: Callable[[VariableModes, DTypeLike, str], Policy] | None = None,
+    sharding: PartitionSpec | NamedSharding | None = None,
 ) -> Variable:
     """Returns a new variable, or the one that the previous trace made here.
 
-    `find_policy` maps (modes, dtype, name) to a policy; None: the placement decides.
+    `find_policy` maps (modes, dtype, name) to a policy; None: the placement decides. `sharding`
+    says what the devices of a replica split.
     """
     state = frames.current().state
     if isinstance(initial_value, Variable):
@@ -84,6 +89,7 @@ def make_variable(
         again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
     if again is not None:
         return again
+    spec = _spec(strategy.extended.topology, policy, initial_value, aval, sharding, name)
     variable = Variable.declared(
         strategy=strategy,
         shape=aval.shape,
@@ -92,7 +98,7 @@ def make_variable(
         trainable=trainable,
         modes=modes,
         policy=policy,
-        layout=_layout(strategy, placement, policy, aval),
+        layout=_layout(strategy, placement, policy, aval, spec),
     )
     if state is None or state.creations is None:
         _initialize_now(variable, initial_value, make_initial)
@@ -175,11 +181,12 @@ def _layout(
     placement: VariablePlacement,
     policy: Policy,
     aval: jax_compat.ShapedArray,
+    spec: Spec,
 ) -> Layout:
     if policy.stacked:
         return StackedLayout(strategy.extended.topology)
     beside = frames.current().colocate_with
-    layout = placement.layout(aval.shape, aval.dtype, colocate_with=beside)
+    layout = layout_by(placement, aval.shape, aval.dtype, beside, spec)
     require(
         not isinstance(layout, StackedLayout),
         f"{type(placement).__name__}.layout needs to return a layout of one value",
@@ -188,6 +195,30 @@ def _layout(
         fix="self.layout(colocate_with.shape, colocate_with.dtype) in place of its layout",
     )
     return layout
+
+
+def _spec(
+    topology: Topology,
+    policy: Policy,
+    initial_value: PyTree,
+    aval: jax_compat.ShapedArray,
+    sharding: PartitionSpec | NamedSharding | None,
+    name: str,
+) -> Spec:
+    """Returns what the user, or else the initial value, splits within a replica."""
+    what = f"variable {name!r}"
+    if policy.stacked:
+        require(
+            sharding is None,
+            f"{what} needs no sharding, as a sync-on-read variable",
+            got=f"sharding={sharding}",
+            why="each replica has a component of its own, which its devices hold whole",
+            fix="leave sharding out; or synchronization=dj.VariableSynchronization.ON_WRITE",
+        )
+        return None
+    if sharding is not None:
+        return require_spec(sharding, aval.shape, topology, what)
+    return adopted_spec(initial_value, topology, what)
 
 
 def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:

@@ -12,7 +12,7 @@ from distjax._src import jax_compat
 from distjax._src.placement.topology import is_host_memory
 from distjax._src.tables import Table, as_html, format_bytes
 from distjax._src.typing import PyTree
-from distjax._src.variables.layouts import Layout
+from distjax._src.variables.layouts import Layout, found_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class VariableDescription:
       aggregation: the name of its VariableAggregation.
       trainable: whether it is trained.
       placement: "mirrored", "per replica", "partitioned on axis 0" or "host memory";
-        for custom layouts, their `str`.
+        "mirrored, each split P(None, 'model')" where the devices of a replica hold parts; for
+        custom layouts, their `str`.
       bytes_per_device: bytes in the memory of each device; 0 if it is in host memory.
       host_bytes: bytes in host memory, over all its parts.
     """
@@ -64,7 +65,7 @@ def describe_stored(
         synchronization=synchronization,
         aggregation=aggregation,
         trainable=trainable,
-        placement=str(layout),
+        placement=str(found_layout(layout, stored.sharding)),
         bytes_per_device=0 if is_on_host else shard_bytes,
         host_bytes=stored.size * itemsize if is_on_host else 0,
     )

@@ -32,6 +32,13 @@ from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
 from distjax._src.modes import ReduceOp
 from distjax._src.placement import topology as kinds
+from distjax._src.placement.model_axes import (
+    Spec,
+    free_axes,
+    on_own_parts,
+    spec_of_sharding,
+    spec_text,
+)
 from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import transfer
 from distjax._src.traced_types import struct
@@ -159,17 +166,20 @@ class AxisShards:
     Attributes:
       topology: the R replicas.
       axis: an axis whose size is divisible by R.
+      spec: what the devices of a replica split, along other axes; None: nothing, or what the
+        program makes of it.
     """
 
     topology: Topology
     axis: int
+    spec: Spec = None
     varying = True
     is_split = True
 
     @property
     def sharding(self) -> Sharding:
         """`P(..., replica)` with the replica axis at `axis`."""
-        return self.topology.split_along(self.axis)
+        return self.topology.split_along(self.axis, self.spec)
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -183,7 +193,11 @@ class AxisShards:
         count = self.topology.num_replicas
         shape = value.shape
         split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
-        return jnp.moveaxis(value.reshape(split), self.axis, 0)
+        stacked = jnp.moveaxis(value.reshape(split), self.axis, 0)
+        if not self.spec:
+            return stacked
+        spec = PartitionSpec(self.topology.axis_name, *self.spec)
+        return lax.with_sharding_constraint(stacked, NamedSharding(self._mesh, spec))
 
     def from_replicas(self, array: jax.Array) -> jax.Array:
         """Returns the value from its shards [R, ...]; no data moves."""
@@ -191,6 +205,11 @@ class AxisShards:
         shape = split.shape
         whole = shape[self.axis] * shape[self.axis + 1]
         return self.spread(split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :]))
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.topology.mesh is not None, "only replicas with devices of their own split more"
+        return self.topology.mesh
 
     def spread(self, value: jax.Array) -> jax.Array:
         """Returns `value` constrained so that each device computes its shard."""
@@ -200,7 +219,9 @@ class AxisShards:
 
     def gather(self, local: jax.Array) -> jax.Array:
         """Returns the whole value, by an all-gather."""
-        return lax.all_gather(local, self.topology.axis_name, axis=self.axis, tiled=True)
+        name, axis = self.topology.axis_name, self.axis
+        gather = lambda x: lax.all_gather(x, name, axis=axis, tiled=True)
+        return on_own_parts(gather, [local], [self.spec])[0]
 
     def own_part(self, value: jax.Array) -> jax.Array:
         size = value.shape[self.axis] // self.topology.num_replicas
@@ -210,22 +231,28 @@ class AxisShards:
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
         summand, axis = as_summand(op, value, "a reduction to shards"), self.axis
-        total = lax.psum_scatter(summand, topology.axis_name, scatter_dimension=axis, tiled=True)
+        name = topology.axis_name
+        scatter = lambda x: lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+        total = on_own_parts(scatter, [summand], [self.spec])[0]
         return from_total(op, total, topology.num_replicas)
 
     def unstack(
         self, local: jax.Array, shape: tuple[int, ...]
     ) -> tuple[jax.Array, AxisShards] | None:
         """Returns the slices' shards, split along one of the slices' own axes."""
+        if self.spec and self.spec[0] is not None:  # the devices of a replica hold other slices
+            return None
+        of_slice = None if self.spec is None else PartitionSpec(*self.spec[1:])
         if self.axis > 0:
-            return local, AxisShards(self.topology, self.axis - 1)
-        axis = self.topology.find_axis(shape, range(1, len(shape)))
+            return local, AxisShards(self.topology, self.axis - 1, of_slice)
+        axis = self.topology.find_axis(shape, free_axes(self.spec, shape)[1:])
         if axis is None:
             return None
         # Each replica holds whole slices: exchange them for a part of every slice.
         name = self.topology.axis_name
-        parts = lax.all_to_all(local, name, split_axis=axis, concat_axis=0, tiled=True)
-        return parts, AxisShards(self.topology, axis - 1)
+        exchange = lambda x: lax.all_to_all(x, name, split_axis=axis, concat_axis=0, tiled=True)
+        parts = on_own_parts(exchange, [local], [self.spec])[0]
+        return parts, AxisShards(self.topology, axis - 1, of_slice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,14 +416,20 @@ class _InHostMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MirroredLayout(_AsItIs):
-    """One value [...] with a copy on each replica: `P()`."""
+    """One value [...] with a copy on each replica: `P()`.
+
+    Attributes:
+      topology: the R replicas.
+      spec: what the devices of a replica split of it; None: what the program makes of it.
+    """
 
     topology: Topology
+    spec: Spec = None
     kind = kinds.MIRRORED
     local_form = WHOLE
 
     def __str__(self) -> str:
-        return "mirrored"
+        return f"mirrored{_within(self.spec)}"
 
     @property
     def num_copies(self) -> int:
@@ -404,11 +437,17 @@ class MirroredLayout(_AsItIs):
 
     @property
     def sharding(self) -> Sharding:
-        """`P()`: replicated."""
-        return self.topology.mirrored
+        """`P()`: replicated; `spec` if it is split within each replica."""
+        return self.topology.within_replicas(self.spec)
 
     def constrain(self, stored: jax.Array) -> jax.Array:
-        return constrain_to_replicas(stored, self.topology, varying=False)
+        if self.spec is None or self.topology.mesh is None:
+            return constrain_to_replicas(stored, self.topology, varying=False)
+        return lax.with_sharding_constraint(stored, self.sharding)
+
+
+def _within(spec: Spec) -> str:
+    return f", each split {spec_text(spec)}" if spec else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,15 +506,22 @@ class OneDeviceLayout(_AsItIs):
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedLayout(_AsItIs):
-    """One value [...] split over the replicas along `axis`; each holds a shard."""
+    """One value [...] split over the replicas along `axis`; each holds a shard.
+
+    Attributes:
+      topology: the R replicas.
+      axis: an axis whose size is divisible by R.
+      spec: what the devices of a replica split, along other axes, as in `MirroredLayout`.
+    """
 
     topology: Topology
     axis: int
+    spec: Spec = None
     kind = kinds.PARTITIONED
     num_copies = 1
 
     def __str__(self) -> str:
-        return f"partitioned on axis {self.axis}"
+        return f"partitioned on axis {self.axis}{_within(self.spec)}"
 
     @property
     def sharding(self) -> Sharding:
@@ -485,7 +531,7 @@ class PartitionedLayout(_AsItIs):
     @property
     def local_form(self) -> AxisShards:
         """Shards along the axis."""
-        return AxisShards(self.topology, self.axis)
+        return AxisShards(self.topology, self.axis, self.spec)
 
     def constrain(self, stored: jax.Array) -> Any:
         return self.local_form.spread(stored)
@@ -568,6 +614,19 @@ class HostLayout(_InHostMemory):
         return HostShardedLayout(self.topology, axis, self.memory_kind)
 
 
+def spec_of(layout: Layout) -> Spec:
+    """Returns what a layout splits within a replica; None: what the program makes of it."""
+    return getattr(layout, "spec", None)
+
+
+def found_layout(layout: Layout, sharding: Sharding) -> Layout:
+    """Returns a layout with the spec that a program has given the stored array, if it may."""
+    if not isinstance(layout, (MirroredLayout, PartitionedLayout)) or layout.spec is not None:
+        return layout
+    found = spec_of_sharding(sharding, layout.topology)
+    return layout if found is None else dataclasses.replace(layout, spec=found)
+
+
 def in_force(layout: Layout | None) -> Any:
     """Returns the layout that stands in for one where other replicas do: mostly itself."""
     topology = getattr(layout, "topology", None)
@@ -613,7 +672,11 @@ class VariablePlacement(Protocol):
         ...
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: Spec = None,
     ) -> Layout:
         """Returns the layout of a new variable with a single value.
 
@@ -625,6 +688,8 @@ class VariablePlacement(Protocol):
           shape: its shape.
           dtype: its dtype.
           colocate_with: the variable that it is colocated with, or None.
+          spec: what the user wants split within a replica. Given only if that is not None: a
+            placement without model axes needs no such argument.
         """
         ...
 
@@ -639,6 +704,19 @@ class VariablePlacement(Protocol):
         ...
 
 
+def layout_by(
+    placement: VariablePlacement,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    colocate_with: LaidOut | None = None,
+    spec: Spec = None,
+) -> Layout:
+    """Returns ``placement.layout(...)``; one without model axes need not know a spec."""
+    if spec is None:
+        return placement.layout(shape, dtype, colocate_with=colocate_with)
+    return placement.layout(shape, dtype, colocate_with=colocate_with, spec=spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class PlainPlacement:
     """One copy, without synchronization, on one device (None: the default device)."""
@@ -647,7 +725,11 @@ class PlainPlacement:
     synchronizes: bool = False
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: Spec = None,
     ) -> Layout:
         return OneDeviceLayout(self.device)
 
@@ -663,9 +745,21 @@ class MirroredPlacement:
     synchronizes: bool = True
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        colocate_with: LaidOut | None = None,
+        spec: Spec = None,
     ) -> Layout:
-        return MirroredLayout(self.topology)
+        spec = spec_beside(colocate_with, shape) if spec is None else spec
+        return MirroredLayout(self.topology, spec)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
-        return MirroredLayout(self.topology)
+        return MirroredLayout(self.topology, spec_of(variable.layout))
+
+
+def spec_beside(owner: LaidOut | None, shape: tuple[int, ...]) -> Spec:
+    """Returns what a slot of `owner` splits within a replica: the same if it has its shape."""
+    if owner is None or tuple(owner.shape) != tuple(shape):
+        return None
+    return spec_of(owner.layout)

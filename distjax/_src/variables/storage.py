@@ -30,7 +30,7 @@ from distjax._src.traced_types import as_traced, struct, type_of
 from distjax._src.trees import first_leaf
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import Array, module_of
-from distjax._src.variables.layouts import Declared
+from distjax._src.variables.layouts import Declared, found_layout
 from distjax.errors import ContextError, UnsupportedError, message
 
 
@@ -268,7 +268,7 @@ class StoredArray:
 
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which nobody else may hold."""
-        sharding = self.layout.sharding
+        sharding = self._where_it_goes()
         stored = self.layout.to_stored(value)
         is_array = isinstance(stored, jax.Array)
         # Always committed to its sharding, as what a step returns is: else the step compiles twice.
@@ -276,6 +276,14 @@ class StoredArray:
         if not in_place and not (is_array and sharding is None):
             stored = transfer(stored, sharding)
         self.swap(stored)
+
+    def _where_it_goes(self) -> Any:
+        """Returns where a new array goes: as programs split it within the replicas, if they may."""
+        topology = getattr(self.layout, "topology", None)
+        former = self.read() if topology is not None and topology.model_axes else None
+        if not isinstance(former, jax.Array):
+            return self.layout.sharding
+        return found_layout(self.layout, former.sharding).sharding
 
     def set(self, value: Array) -> None:
         """Stores a value [...], or that of every component; what it holds on the host is ours."""

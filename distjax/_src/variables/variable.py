@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives import ops
@@ -89,6 +89,10 @@ class Variable:
       dtype: dtype to convert the initial value to, of its kind or a higher one.
       synchronization: a VariableSynchronization.
       aggregation: a VariableAggregation: how values written by replicas are combined.
+      sharding: a PartitionSpec over the model axes of the strategy: which axes of the value the
+        devices of one replica hold in parts. ``P(None, "model")`` splits the columns, ``P()``
+        keeps it whole. Default: that of the initial value if it is an array split over axes of
+        these names and sizes, else what steps make of it. Without model axes it has no effect.
 
     Locality: V(variable): `P()` on the mesh, or [R, ...] over the replica axis.
     Context: any. In a replica function it is created once, with replica 0's initial
@@ -96,7 +100,9 @@ class Variable:
 
     Raises:
       ValueError: invalid modes, MEAN of a non-floating dtype, or no initial value of numbers.
-      TypeError, OverflowError: an initial value of a higher kind than `dtype`, or out of its range.
+        Or a sharding that does not fit, or one of an ON_READ variable.
+      TypeError, OverflowError: an initial value of a higher kind than `dtype`, or out of its range;
+        a sharding of another type.
       TraceLeakError: created inside an inner JAX trace.
       ContextError: created in another order when the function is traced again, or in
         a function passed to `dj.explain`.
@@ -135,13 +141,15 @@ class Variable:
         dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
+        sharding: PartitionSpec | NamedSharding | None = None,
     ) -> Any:
         """Creates the variable, or returns the one that the previous trace created here."""
         name = "Variable" if name is None else name
         modes = resolve_modes(synchronization, aggregation, name)
         frame = frames.current()
+        given = {} if sharding is None else {"sharding": sharding}  # not all strategies know it
         return frame.strategy.extended.create_variable(
-            initial_value, trainable=trainable, name=name, dtype=dtype, modes=modes
+            initial_value, trainable=trainable, name=name, dtype=dtype, modes=modes, **given
         )
 
     @classmethod

@@ -50,6 +50,7 @@ _MEANINGS = {
 #: killed at once. After these codes they are about to say why; one of them may be the cause.
 _FOLLOW_SECONDS = {PEER_LOST: 2.0, STUCK: 2.0, DIFFERENT: 2.0, _ABORTED: 2.0}
 _UNJOINED_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 #: More relaunches after preemptions without a new step are a loop.
 _MAX_PREEMPTIONS, _MAX_PORTS = 100, 3
 #: Below what systems give to outgoing connections, so that none of those takes it.
@@ -438,10 +439,13 @@ class Launcher:
         left: dict[int, str] = {}
         deadline = until
         while len(ended) < self._options.processes:
-            seconds = None if deadline is None else max(deadline - time.monotonic(), 0)
+            # A signal may reach another thread, which does not wake this one.
+            left_seconds = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
             try:
-                event = self.queue.get(timeout=seconds)
+                event = self.queue.get(timeout=min(max(left_seconds, 0), _LOOK_SECONDS))
             except queue.Empty:
+                if deadline is None or time.monotonic() < deadline:
+                    continue
                 left |= {i: _state_of(processes.pids[i]) for i in processes.running()}
                 processes.kill()
                 if deadline == until:

@@ -54,7 +54,11 @@ def append(
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     file = os.open(os.path.join(directory, FILE), flags, 0o644)
     try:
-        os.write(file, json.dumps(line).encode() + b"\n")
+        whole = json.dumps(line).encode() + b"\n"
+        written = os.write(file, whole)
+        end = os.lseek(file, 0, os.SEEK_CUR)
+        if written < len(whole) and os.fstat(file).st_size == end:
+            os.ftruncate(file, end - written)  # the disk is full: the next line begins one
     finally:
         os.close(file)
 

@@ -92,7 +92,7 @@ class Job:
         self.restored_step: int | None = None
         text = os.environ.get("DISTJAX_ATTEMPT", "")
         self.attempt = int(text) if text.isdecimal() else 0
-        self._is_restored, self._saved = False, -1
+        self._is_restored, self._saved = False, 0  # up to which step
         self._saved_at, self._next_look = time.monotonic(), 0
         self._stack = contextlib.ExitStack()
         self._is_told = None
@@ -180,7 +180,7 @@ class Job:
         since = time.monotonic() - self._saved_at
         is_due = since >= self._save_seconds
         remaining = self._save_seconds if is_due else self._save_seconds - since
-        rate = (self.step - max(self._saved, 0)) / max(since, 1e-6)  # steps per second
+        rate = (self.step - self._saved) / max(since, 1e-6)  # steps per second
         return is_due, max(1, min(int(rate * remaining / 2), _MAX_PAUSE))
 
     def _stop(self) -> None:

@@ -169,8 +169,9 @@ def train(is_told):
 try:
     train(True)
 except dj.errors.PreemptedError:
-    print("SAVED", checkpoint := max(map(int, filter(str.isdigit, os.listdir(os.environ["TEST_DIRECTORY"])))))
-    assert float(total.value) == P * sum(range(checkpoint)), (float(total.value), checkpoint)
+    saved = max(int(x) for x in os.listdir(os.environ["TEST_DIRECTORY"]) if x.isdigit())
+    print("SAVED", saved)
+    assert float(total.value) == P * sum(range(saved)), (float(total.value), saved)
     raise
 """
 

@@ -77,9 +77,9 @@ def test_too_long(by_value):
 def test_what_is_refused(monkeypatch):
     with pytest.raises(TypeError, match="notebook_launcher needs a function.\n  Got: int"):
         dj.launch.notebook_launcher(3)
-    with pytest.raises(ValueError, match="notebook_launcher: processes needs an int of 1"):
+    with pytest.raises(ValueError, match="processes needs an int of 1"):
         dj.launch.notebook_launcher(print, processes=0)
-    with pytest.raises(ValueError, match="notebook_launcher: devices_per_process needs an int of 1"):
+    with pytest.raises(ValueError, match="devices_per_process needs an int of 1"):
         dj.launch.notebook_launcher(print, devices_per_process=0)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match="notebook_launcher needs cloudpickle") as raised:

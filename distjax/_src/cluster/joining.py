@@ -366,7 +366,8 @@ def _own_devices(detected: Sequence[int] | None) -> Sequence[int] | None:
     leave all others idle, and one that the scheduler shows only its own would find none. Where the
     launcher has said which process this is, the scheduler started only the launcher.
     """
-    if not detected or "DISTJAX_PROCESS_ID" in os.environ:
+    names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+    if not detected or all(f"DISTJAX_{name}" in os.environ for name in names):
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     num_visible = len(visible.split(",")) if visible else 0

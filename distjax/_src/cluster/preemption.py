@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Generator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from distjax._src import jax_compat
 from distjax._src.cluster.job import job
@@ -31,6 +31,12 @@ def _swap_action(new: ctypes.Array[ctypes.c_char] | None) -> ctypes.Array[ctypes
     return former
 
 
+class SyncManager(Protocol):
+    """What JAX asks whether all processes stop at a step."""
+
+    def reached_sync_point(self, step: int) -> bool: ...
+
+
 class Notice:
     """JAX's sync manager, with its handler of SIGTERM kept aside up to the first poll.
 
@@ -39,7 +45,7 @@ class Notice:
       action: its handler of SIGTERM.
     """
 
-    def __init__(self, manager: Any, action: ctypes.Array[ctypes.c_char]):
+    def __init__(self, manager: SyncManager, action: ctypes.Array[ctypes.c_char]):
         self._manager, self._action = manager, [action]
 
     def listen(self) -> None:

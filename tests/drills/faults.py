@@ -43,8 +43,8 @@ def draw_fault(draw: random.Random) -> dict[str, Any]:
     moment = draw.choice(KINDS[kind])
     step = {"step": draw.randrange(NUM_STEPS - 1), "save": SAVE_EVERY * draw.randint(1, 7)}
     process = draw.randrange(3)
-    if kind in ("kill", "term") and moment == "step" and draw.random() < 0.4:
-        process = -1
+    if draw.random() < 0.15:
+        kind, moment, process = draw.choice(["kill", "term"]), "step", -1
     fault = {"kind": kind, "moment": moment, "process": process, "step": step.get(moment, 0)}
     return fault | {"delay": draw.choice([0, draw.uniform(0, 0.05), draw.uniform(0, 0.5)])}
 
@@ -117,14 +117,11 @@ def run(seed: int, shared: pathlib.Path, expected: dict[str, Any]) -> str:
         require_no_loss(folder)
         require_nobody(folder)
         struck = float((folder / "report/fault").read_text())
-        steps = [line["time"] for line in lines_of(folder, 0) if line["time"] > struck]
+        events, steps = events_of(folder), [line["time"] for line in lines_of(folder, 0)]
         others = {line["attempt"] for line in lines_of(folder, 0)}
-        later = [
-            line["time"]
-            for line in lines_of(folder, 0)
-            if line["time"] > struck and (line["attempt"] > 0 or len(codes) > 1)
-        ]
-        seconds = min(later, default=min(steps, default=struck)) - struck
+        again = [e["time"] for e in events if e["event"] == "started" and e["time"] > struck]
+        since = min(again, default=struck)  # it may have come to its end all the same
+        seconds = min([time for time in steps if time > since], default=struck) - struck
     who = "launcher" if fault["process"] == -1 else f"process {fault['process']}"
     moment = f"{fault['moment']} {fault['step']}"
     return (

@@ -57,6 +57,8 @@ _MAX_PREEMPTIONS, _MAX_PORTS = 100, 3
 _PORTS = range(15_000, 32_000)
 _TAIL_BYTES = 1 << 16
 _FLAGS = ("--dry-run", "--help", "-h")
+#: States of a process, in /proc, that answers nobody.
+_FROZEN = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -189,12 +191,11 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _require_program(command: Sequence[str]) -> None:
-    name = (
-        (command[1] if len(command) > 1 else "") if command[:1] == ["-m"] else "".join(command[:1])
-    )
+    is_module = command[:1] == ["-m"]
+    name = "".join(command[is_module : is_module + 1])
     if not name:
-        got = "nothing" if not command else "-m without the name of a module"
-    elif command[0] == "-m":
+        got = "-m without the name of a module" if is_module else "nothing"
+    elif is_module:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -600,24 +601,27 @@ class _Causes:
         for event in self.told:
             if event["event"] == "failed":
                 recorded.setdefault(event["process"] - self.options.first, event)
-        found: list[tuple[bool, float, Failure]] = []
+        found: list[tuple[int, float, Failure]] = []  # by rank: who only follows comes later
         for order, each in enumerate(ended):
             event = recorded.get(each.index)
             if event is not None:
-                found.append((event["code"] == PEER_LOST, event["time"], self._of_event(event)))
+                follows = event["code"] == PEER_LOST
+                names_who = "Got: the end of process" in event["error"]  # on another machine
+                rank = 0 if not follows else 1 if names_who else 2
+                found.append((rank, event["time"], self._of_event(event)))
             elif each.code == 0 and not has_joined(
                 self.told, self.options.first + each.index, self.options
             ):
-                found.append((True, order, self._without_joining(each)))
+                found.append((1, order, self._without_joining(each)))
             elif each.code != 0 and not each.was_killed:
                 failure = self._of_log(each)
-                found.append((failure.code in (_ABORTED, PEER_LOST), float(order), failure))
+                rank = 2 if failure.code in (_ABORTED, PEER_LOST) else 0
+                found.append((rank, float(order), failure))
         if not found:
             return None
-        is_follower, _, cause = min(found, key=lambda row: row[:2])
-        if is_follower and left and cause.code in (_ABORTED, PEER_LOST):
-            return self._frozen(cause, left)
-        return cause
+        rank, _, cause = min(found, key=lambda row: row[:2])
+        frozen = [index for index, state in left.items() if state in _FROZEN.values()]
+        return self._frozen(cause, frozen[0], left) if rank == 2 and frozen else cause
 
     def _of_event(self, event: Mapping[str, Any]) -> Failure:
         return self._make(
@@ -651,14 +655,13 @@ class _Causes:
         )
         return self._make(process, CANNOT_START, text)
 
-    def _frozen(self, cause: Failure, left: Mapping[int, str]) -> Failure:
+    def _frozen(self, cause: Failure, index: int, left: Mapping[int, str]) -> Failure:
         """Returns that a process has stopped answering, by what the first of the others met."""
-        index = min(left)
         text = message(
             f"process {self.options.first + index} needs to answer the others",
             got=f"nothing more from it, which was {left[index]}; and of process {cause.process}: "
             + as_part(cause.error),
-            why="it was stopped, its machine hangs, or C code keeps its Python from running",
+            why="the system keeps it from running",
             fix=f"look at its log, {self.logs[index]}, and at its machine",
         )
         return self._make(self.options.first + index, cause.code, text)
@@ -693,8 +696,8 @@ def _state_of(pid: int) -> str:
     """Returns what a process that did not end was doing, as far as the system says."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         letter = file.read().rpartition(")")[2].split()[0]
-        return {"T": "stopped", "D": "waiting for a disk", "Z": "ending"}.get(letter, "running")
-    return "there"
+        return _FROZEN.get(letter, "running")
+    return "running"
 
 
 # -- the command -----------------------------------------------------------------

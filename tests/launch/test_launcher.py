@@ -363,8 +363,8 @@ BAD = {
     ),
     "rank": (
         ["--processes", "1", "--nodes", "2", "--node-rank", "2", "s.py"],
-        "a --node-rank from 0 up to --nodes - 1",
-        "Got: --node-rank 2 of --nodes 2.",
+        "a number from 0 up as --node-rank, and at most 1",
+        "Got: 2.",
     ),
     "no address": (
         ["--processes", "1", "--nodes", "2", "s.py"],
@@ -428,8 +428,8 @@ def test_each_machine_has_its_own_folder(launch):
 
 
 def test_a_port_is_held_up_to_its_use():
-    with hold_port() as held:
-        address = held.getsockname()
+    with hold_port() as text:
+        address = "127.0.0.1", int(text.rpartition(":")[2])
         with pytest.raises(OSError), socket.socket() as other:
             other.bind(address)
         with socket.create_server(address) as listening, socket.create_connection(address):
@@ -458,6 +458,20 @@ def test_a_process_that_was_frozen_is_named():
     assert isinstance(failure, Failure) and (failure.process, failure.code) == (1, 134)
     assert failure.error.startswith("process 1 needs to answer the others.\n  Got: nothing more")
     assert "which was stopped" in failure.error and "look at its log, b.log" in failure.error
+
+
+def test_who_is_lost_on_another_machine_is_named():
+    """By the process that has heard of it, not by the first that met a broken connection."""
+    names = "process 1 needs all processes.\n  Got: the end of process 3 on b: ValueError: mine"
+    texts = enumerate(["Gloo all-reduce failed", names])
+    told = [
+        {"event": "failed", "process": i, "code": 71, "error": text, "time": i}
+        | {"traceback": "", "step": None}
+        for i, text in texts
+    ]
+    causes = launcher._Causes(0, Options(("s.py",), 2, nodes=2), ["a.log", "b.log"], told)
+    failure = causes.find([Ended(0, 71, False), Ended(1, 71, False)], {})
+    assert (failure.process, failure.code) == (1, 71) and "ValueError: mine" in failure.error
 
 
 def test_a_signal_ends_a_wait():

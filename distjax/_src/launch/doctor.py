@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -189,22 +190,21 @@ def _link_speed() -> float | None:
     host = local_address_towards(*split_address(address, "DISTJAX_COORDINATOR"))
     if not host.startswith("127.") and host != "::1":
         speeds: list[float] = []
-        for name in os.listdir("/sys/class/net") if os.path.isdir("/sys/class/net") else ():
-            with (
-                contextlib.suppress(OSError, ValueError),
-                open(f"/sys/class/net/{name}/speed") as f,
-            ):
-                speeds.append(int(f.read()) * 1e6 / 8)
+        for path in glob.glob("/sys/class/net/*/speed"):
+            with contextlib.suppress(OSError, ValueError), open(path) as file:
+                speeds.append(int(file.read()) * 1e6 / 8)
         return max(speeds, default=None)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sending,
+    ):
         theirs, _ = server.accept()
-    with ours, theirs:
-        sender = threading.Thread(target=ours.sendall, args=(bytes(_LINK_BYTES),))
+        sender = threading.Thread(target=sending.sendall, args=(bytes(_LINK_BYTES),))
         began, left = time.perf_counter(), _LINK_BYTES
         sender.start()
-        while left:
-            left -= len(theirs.recv(1 << 20))
+        with theirs:
+            while left:
+                left -= len(theirs.recv(1 << 20))
         sender.join()
         return _LINK_BYTES / (time.perf_counter() - began)
 

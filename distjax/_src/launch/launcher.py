@@ -25,7 +25,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from distjax._src.cluster.events import FILE, append
@@ -214,7 +214,7 @@ def _require_program(command: Sequence[str]) -> None:
 
 
 def _require_no_option_of_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    ours = {name for name in parser._option_string_actions if name.startswith("--")} - {"--help"}
+    ours = {name for name in parser._option_string_actions if name[:2] == "--"} - {"--help"}
     for argument in arguments:
         if argument.partition("=")[0] in ours:
             refuse(
@@ -231,20 +231,16 @@ def _require_counts(options: Options) -> None:
     least |= {"step_deadline": 1, "nodes": 1, "node_rank": 0}
     for name, bound in least.items():
         value, option = getattr(options, name), "--" + name.replace("_", "-")
-        if value is not None and not bound <= value < 1 << 31:
+        most = options.nodes - 1 if name == "node_rank" else 1 << 31
+        if value is not None and not bound <= value <= most:
             refuse(
-                f"distjax launch needs a number from {bound} up as {option}",
+                f"distjax launch needs a number from {bound} up as {option}"
+                + (f", and at most {most}" if name == "node_rank" else ""),
                 got=str(value),
-                why="it counts processes, devices, machines, restarts or seconds",
-                fix=f"{option} {max(bound, 1)}",
+                why="it counts processes, devices, machines, restarts or seconds; machines are "
+                "numbered from 0, and the first one has process 0",
+                fix=f"{option} {max(bound, min(most, 1))}",
             )
-    if options.node_rank >= options.nodes:
-        refuse(
-            "distjax launch needs a --node-rank from 0 up to --nodes - 1",
-            got=f"--node-rank {options.node_rank} of --nodes {options.nodes}",
-            why="machines are numbered from 0, and the first one has process 0",
-            fix=f"--nodes {options.node_rank + 1}, or --node-rank {options.nodes - 1}",
-        )
 
 
 def _require_coordinator(options: Options) -> None:
@@ -400,8 +396,8 @@ class Launcher:
         os.makedirs(folder, exist_ok=True)
         ids = range(options.first, options.first + options.processes)
         logs = [os.path.join(folder, f"process-{i}.log") for i in ids]
-        with hold_port() if options.coordinator is None else contextlib.nullcontext() as held:
-            address = options.coordinator or f"127.0.0.1:{held.getsockname()[1] if held else 0}"
+        given = options.coordinator
+        with hold_port() if given is None else contextlib.nullcontext(given) as address:
             own = [
                 options.environment(index, attempt, address, self._directory)
                 for index in range(options.processes)
@@ -541,34 +537,23 @@ def has_joined(told: Sequence[Mapping[str, Any]], process: int, options: Options
 
 
 @contextlib.contextmanager
-def hold_port() -> Any:
-    """A context in which a port of loopback is ours, though nobody listens there yet.
+def hold_port() -> Generator[str]:
+    """A context in which an address of loopback is ours, though nobody listens there yet.
 
     An outgoing connection could take it before process 0 listens there, or another launcher. So it
     is bound, to a socket that does not listen; Linux lets process 0 bind it, too, since both allow
     their address to be reused. Where another system does not, it is let go, and lost rarely.
     """
     with socket.socket() as held:
-        while True:
+        port = 0
+        while not port:
             with contextlib.suppress(OSError):  # it is another's
                 held.bind(("127.0.0.1", random.SystemRandom().choice(_PORTS)))
-                break
+                port = held.getsockname()[1]
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sys.platform != "linux":
-            port = held.getsockname()[1]
             held.close()
-            yield _Port(port)
-        else:
-            yield held
-
-
-@dataclasses.dataclass(frozen=True)
-class _Port:
-    port: int
-
-    def getsockname(self) -> tuple[str, int]:
-        """As of a socket."""
-        return "127.0.0.1", self.port
+        yield f"127.0.0.1:{port}"
 
 
 # -- what failed first -----------------------------------------------------------

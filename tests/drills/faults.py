@@ -122,10 +122,13 @@ def run(seed: int, shared: pathlib.Path, expected: dict[str, Any]) -> str:
         again = [e["time"] for e in events if e["event"] == "started" and e["time"] > struck]
         since = min(again, default=struck)  # it may have come to its end all the same
         seconds = min([time for time in steps if time > since], default=struck) - struck
+        cold = min(steps) - min(e["time"] for e in events if e["event"] == "started")
+        is_cold = fault["moment"] in ("step", "save")  # the first start came as far as a step
     who = "launcher" if fault["process"] == -1 else f"process {fault['process']}"
     moment = f"{fault['moment']} {fault['step']}"
     return (
-        f"{seed:6}  {fault['kind']:9}  {moment:14}  {who:9}  {seconds:7.1f}  "
+        f"{seed:6}  {fault['kind']:9}  {moment:14}  {who:9}  {since - struck:5.1f}  "
+        f"{seconds:7.1f}  {f'{cold:.1f}' if is_cold else '':>5}  "
         f"{max(others) + len(codes):8}  {codes}"
     )
 
@@ -183,7 +186,11 @@ def main() -> None:
         shared = pathlib.Path(name)
         expected, cold = undisturbed(shared)
         print(f"a cold start takes {cold:.1f} s to its first step; faults: {', '.join(KINDS)}")
-        print(f"{'seed':>6}  {'fault':9}  {'moment':14}  {'where':9}  seconds  attempts  codes")
+        print("seconds from the fault to the next start, to its first step; of the first start")
+        print(
+            f"{'seed':>6}  {'fault':9}  {'moment':14}  {'where':9}  start     step   cold  "
+            "attempts  codes"
+        )
         seeds = range(options.seed, options.seed + options.faults)
 
         def one(seed: int) -> tuple[bool, str]:

@@ -39,9 +39,9 @@ def test_what_is_wrong_has_a_cure(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "memory", lambda: (0.5, 8.0))
     assert doctor.main(["--shared-dir", str(tmp_path / "file")]) == 1
     text = capsys.readouterr().out
-    assert "Wrong: 0.5 GiB of memory are left on " in text
+    assert "Wrong: 0.5 GiB of memory are left for process 0 on " in text
     assert "Cure: ps aux --sort=-rss" in text
-    assert "does not see what process 0 wrote to" in text and "All is well." not in text
+    assert "does not see process 0's file in " in text and "All is well." not in text
 
 
 def test_a_job_that_does_not_start(capsys, monkeypatch):

@@ -80,38 +80,39 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
     from distjax._src.cluster.meeting import hear_all, hear_first
 
     wrong: list[dict[str, str]] = []
+    is_wrong = lambda what, cure: wrong.append({"what": what, "cure": cure})
     began = time.monotonic()
     try:
         distjax.initialize(initialization_timeout=seconds)
     except ClusterError as error:
-        text, _, fix = str(error).partition("\n  Fix: ")
-        return {"processes": [], "all_reduce": [], "wrong": [{"what": text, "cure": fix}]}
+        is_wrong(*str(error).split("\n  Fix: "))
+        return {"processes": [], "all_reduce": [], "wrong": wrong}
     joined, seconds_to_join = job(), time.monotonic() - began
     hear_all(joined, "the clocks", lambda: None)  # all are here: their clocks say the same
     facts = hear_all(joined, "the facts", lambda: _facts(seconds_to_join))
     first = facts[0]
     for i, own in enumerate(facts):
-        skew = own["clock"] - first["clock"]
+        skew, where = own["clock"] - first["clock"], f"process {i} on {own['host']}"
         if abs(skew) > _MAX_SKEW:
-            what = f"the clock of process {i} on {own['host']} is {skew:.1f} s from process 0's"
-            wrong.append({"what": what, "cure": "timedatectl set-ntp true"})
+            is_wrong(f"the clock of {where} is {skew:.1f} s off", "timedatectl set-ntp true")
         if own["available_gib"] < _MIN_MEMORY:
-            what = f"{own['available_gib']:.1f} GiB of memory are left on {own['host']}"
-            wrong.append({"what": what, "cure": "ps aux --sort=-rss | head, and end what is large"})
+            is_wrong(
+                f"{own['available_gib']:.1f} GiB of memory are left for {where}",
+                "ps aux --sort=-rss | head, and end what is large",
+            )
         for name in ("Python", "jax", "jaxlib", "distjax", "hash_seed"):
             if own[name] != first[name]:
-                what = f"{name} is {own[name]} on process {i}, and {first[name]} on process 0"
                 cures = {"hash_seed": "export PYTHONHASHSEED=0", "Python": "use one Python"}
                 cure = cures.get(name, f"pip install {name}=={first[name]}")
-                wrong.append({"what": what, "cure": cure})
+                is_wrong(f"{name} of {where} is {own[name]}, of process 0 {first[name]}", cure)
     if shared is not None:
         token = hear_first(joined, "a file for all", lambda: _leave_token(shared))
-        seen = hear_all(joined, "a look at it", lambda: _sees(shared, token))
-        for i in [i for i, is_seen in enumerate(seen) if not is_seen]:
-            what = (
-                f"process {i} on {facts[i]['host']} does not see what process 0 wrote to {shared}"
-            )
-            wrong.append({"what": what, "cure": f"mount one file system at {shared} everywhere"})
+        for i, sees in enumerate(hear_all(joined, "a look", lambda: _sees(shared, token))):
+            if not sees:
+                what = (
+                    f"process {i} on {facts[i]['host']} does not see process 0's file in {shared}"
+                )
+                is_wrong(what, f"mount one file system at {shared} everywhere")
         with contextlib.suppress(OSError):
             os.remove(os.path.join(shared, token))
     reduced = _time_all_reduces()
@@ -211,24 +212,22 @@ def _link_speed() -> float | None:
 
 def _as_text(found: dict[str, Any]) -> str:
     names = ("host", "devices", "jax", "available_gib", "seconds_to_join")
-    rows = [
+    processes = [
         (str(i), *(f"{x[n]:.1f}" if isinstance(x[n], float) else str(x[n]) for n in names))
         for i, x in enumerate(found["processes"])
     ]
-    tables = [Table("Processes:", ("process", *names), tuple(rows))] if rows else []
-    if found["all_reduce"]:
-        header = ("size", "time", "a second", "of the link")
-        lines = [
-            (
-                format_bytes(row["bytes"]),
-                f"{row['seconds'] * 1e3:.2f} ms",
-                format_bytes(row["bytes_per_second"]),
-                f"{row['link_share']:.0%}" if row["link_share"] else "unknown",
-            )
-            for row in found["all_reduce"]
-        ]
-        tables.append(Table("All-reduce over all devices:", header, tuple(lines)))
-    text = as_text(tables)
-    for each in found["wrong"]:
-        text += f"\nWrong: {each['what']}\n  Cure: {each['cure']}"
-    return text.strip() + ("" if found["wrong"] else "\nAll is well.")
+    reduced = [
+        (
+            format_bytes(row["bytes"]),
+            f"{row['seconds'] * 1e3:.2f} ms",
+            format_bytes(row["bytes_per_second"]),
+            f"{row['link_share']:.0%}" if row["link_share"] else "unknown",
+        )
+        for row in found["all_reduce"]
+    ]
+    tables = [Table("Processes:", ("process", *names), tuple(processes))]
+    header = ("size", "time", "a second", "of the link")
+    tables.append(Table("All-reduce over all devices:", header, tuple(reduced)))
+    text = as_text([table for table in tables if table.rows])
+    wrong = [f"Wrong: {each['what']}\n  Cure: {each['cure']}" for each in found["wrong"]]
+    return "\n".join([text, *(wrong or ["All is well."])]).strip()

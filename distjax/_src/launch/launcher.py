@@ -290,6 +290,11 @@ class Failure:
     step: int | None = None
 
     @property
+    def key(self) -> tuple[int, str]:
+        """What is the same if it comes again."""
+        return self.process, self.error
+
+    @property
     def may_be_restarted(self) -> bool:
         """Whether another attempt may end otherwise."""
         return self.code in list(_MEANINGS)[:4] or self.code > 128
@@ -341,28 +346,23 @@ class Launcher:
                     former = None
                 if cause is None or self._stopped_by is not None:
                     return self._end(attempt, code)
-                is_again = former is not None and (former.process, former.error) == (
-                    cause.process,
-                    cause.error,
-                )
+                most, is_new_port = self._options.max_restarts, self._is_port_taken(cause)
+                is_again = former is not None and former.key == cause.key and code == UNCAUGHT
                 if code == PREEMPTED and preemptions < _MAX_PREEMPTIONS:
-                    preemptions += 1
-                    self._note(attempt, "restarted", "another attempt, which counts as no restart")
-                elif self._is_port_taken(cause) and ports < _MAX_PORTS:
-                    ports += 1
-                    self._note(attempt, "restarted", "another attempt, on another port")
+                    preemptions, what = preemptions + 1, "another attempt, which is no restart"
+                elif is_new_port and ports < _MAX_PORTS:
+                    ports, what = ports + 1, "another attempt, on another port"
                 elif not cause.may_be_restarted:
                     return self._end(attempt, code, f"no restart helps after {code}")
-                elif is_again and code == UNCAUGHT:
+                elif is_again:
                     return self._end(attempt, code, "the same error twice, and no step between")
-                elif failures >= self._options.max_restarts:
-                    return self._end(
-                        attempt, code, f"--max-restarts is {self._options.max_restarts}"
-                    )
+                elif failures >= most:
+                    return self._end(attempt, code, f"--max-restarts is {most}")
                 else:
-                    failures += 1
-                    most = self._options.max_restarts
-                    self._note(attempt, "restarted", f"restart {failures} of {most}")
+                    failures, what = failures + 1, f"restart {failures + 1} of {most}"
+                self._record("restarted", attempt)
+                step = f"; the latest step is {self._best_step}" if self._best_step >= 0 else ""
+                self._say(what + step)
                 former, attempt = cause, attempt + 1
         finally:
             guard.close()
@@ -377,11 +377,6 @@ class Launcher:
         if why:
             self._say(f"not restarted: {why}; exit code {code}")
         return code
-
-    def _note(self, attempt: int, event: str, text: str) -> None:
-        self._record(event, attempt)
-        since = f"; the latest step is {self._best_step}" if self._best_step >= 0 else ""
-        self._say(text + since)
 
     def _record(
         self, event: str, attempt: int, process: int | None = None, **facts: object
@@ -593,7 +588,8 @@ class _Causes:
                 follows = event["code"] == PEER_LOST
                 names_who = "Got: the end of process" in event["error"]  # on another machine
                 rank = 0 if not follows else 1 if names_who else 2
-                found.append((rank, event["time"], self._of_event(event)))
+                what = (event[name] for name in ("process", "code", "error", "traceback", "step"))
+                found.append((rank, event["time"], self._make(*what)))
             elif each.code == 0 and not has_joined(
                 self.told, self.options.first + each.index, self.options
             ):
@@ -607,11 +603,6 @@ class _Causes:
         rank, _, cause = min(found, key=lambda row: row[:2])
         frozen = [index for index, state in left.items() if state in _FROZEN.values()]
         return self._frozen(cause, frozen[0], left) if rank == 2 and frozen else cause
-
-    def _of_event(self, event: Mapping[str, Any]) -> Failure:
-        return self._make(
-            event["process"], event["code"], event["error"], event["traceback"], event["step"]
-        )
 
     def _make(
         self, process: int, code: int, error: str, trace: str = "", step: int | None = None
@@ -672,9 +663,8 @@ def last_traceback(path: str) -> tuple[str, str] | None:
 
 
 def _signal_name(code: int) -> str:
-    with contextlib.suppress(ValueError):
-        return f"ended by {signal.Signals(code - 128).name}"
-    return ""
+    names = {128 + number: f"ended by {number.name}" for number in signal.Signals}
+    return names.get(code, "")
 
 
 def _state_of(pid: int) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -339,6 +340,19 @@ def test_nobody_is_left_when_the_launcher_is_killed(tmp_path):
     assert len(pids) == 4 and not wait_until_gone(pids), lines
 
 
+def test_it_works_as_process_1(tmp_path):
+    """Of a container: it ends with the job's code, and is told to stop."""
+    inside = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], check=False).returncode:
+        pytest.skip("no user namespaces here")
+    (tmp_path / "script.py").write_text("import os; print(os.getppid()); os._exit(3)")
+    command = [*inside, sys.executable, "-m", "distjax", "launch", "--processes", "1"]
+    command += ["--result-dir", str(tmp_path / "r"), str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.startswith("[0] ") and ended.stdout != "[0] 1\n"
+
+
 # -- bad input -------------------------------------------------------------------
 
 #: Arguments, and what the error says.
@@ -479,6 +493,19 @@ def test_a_signal_ends_a_wait():
     with signals_to(events):
         os.kill(os.getpid(), signal.SIGHUP)
         assert events.get(timeout=5) == signal.SIGHUP
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """As `nohup` asks."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_to(events := queue.SimpleQueue()):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert events.get(timeout=5) == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def test_a_command_that_is_unknown():

@@ -511,7 +511,8 @@ class Launcher:
             f"attempt {cause.attempt} failed: process {cause.process} on {cause.host}{at}: "
             f"exit code {cause.code}" + (f" ({meaning})" if meaning else "")
         )
-        for line in (cause.traceback or cause.error).rstrip().splitlines():
+        is_users = cause.code == UNCAUGHT  # what distjax itself raises says all in its text
+        for line in (is_users and cause.traceback or cause.error).rstrip().splitlines():
             self._say("  " + line)
         first = self._options.first
         others = [

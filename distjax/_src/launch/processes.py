@@ -244,7 +244,8 @@ def signals_to(events: queue.SimpleQueue[Ended | int]) -> Generator[None]:
         del frame
         events.put(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [n for n in every if signal.getsignal(n) != signal.SIG_IGN]  # `nohup` means it
     former = {number: signal.signal(number, put) for number in numbers}
     try:
         yield

@@ -21,6 +21,8 @@ SEEDS ?= 500
 # How many times `make drills` kills a training, and the seed of the first one.
 KILLS ?= 50
 SEED ?= 0
+# How many launched trainings `make drills` gives a fault each.
+FAULTS ?= 100
 # NOTEBOOK_FLAGS=--write writes the .ipynb files anew from the .py files.
 NOTEBOOK_FLAGS ?=
 # Enough steps to see an example run to its end, too few to see it learn.
@@ -63,8 +65,9 @@ fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
 	  tests/differential/test_proofs.py tests/pmap/test_random.py
 
-drills: $(INSTALLED)  ## KILLS of trainings from SEED on, misuse, curves, interrupts, parameter servers
+drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched ones, misuse, curves, interrupts, parameter servers
 	$(BIN)/python -m tests.drills --seed $(SEED) --kills $(KILLS)
+	$(BIN)/python -m tests.drills.faults --seed $(SEED) --faults $(FAULTS)
 	$(BIN)/python -m tests.drills.misuse
 	$(BIN)/python -m tests.drills.curves
 	$(BIN)/python -m tests.drills.interrupts --seed $(SEED)

@@ -91,7 +91,7 @@ class PeerLostError(ClusterError):
 
 
 class PreemptedError(ClusterError):
-    """The job was told to stop, and has saved its state; for programs to raise."""
+    """The job was told to stop, and has saved its state: raised by `dj.launch.Job`."""
 
 
 class StuckError(ClusterError):

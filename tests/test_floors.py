@@ -12,7 +12,8 @@ from distjax._src import hooks
 
 ROOT = pathlib.Path(distjax.__file__).parent
 #: Modules users import, beside the private code: they hand on names of what they stand for.
-FACES = {"checkpoint", "diagnostics", "flax", "lax", "optim", "parts", "servers", "testing"}
+FACES = {"checkpoint", "diagnostics", "flax", "lax", "launch", "optim", "parts"}
+FACES |= {"servers", "testing"}
 
 FLOORS = {
     "errors": -4,
@@ -52,6 +53,8 @@ FLOORS = {
     "lax": 9,
     "checkpoint": 9,
     "check": 10,
+    "launch": 10,
+    "__main__": 11,
     "diagnostics": 9,
     "parts": 9,
     "servers": 9,
@@ -69,6 +72,7 @@ OPTIONAL = {
     "ray",
     "tensorboardX",
     "tqdm",
+    "cloudpickle",
 }
 
 

@@ -325,6 +325,16 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
+def preemption_sync_manager() -> Any:
+    """Returns what JAX asks whether all processes stop at a step, or None if there is none."""
+    return _distributed.global_state.preemption_sync_manager
+
+
+def set_preemption_sync_manager(manager: object) -> None:
+    """Sets what JAX, and libraries through it, ask whether all processes stop at a step."""
+    _distributed.global_state.preemption_sync_manager = manager
+
+
 def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, Any]:
     """Detects (coordinator address, number of processes, process id, local devices), as JAX does.
 

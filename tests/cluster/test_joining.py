@@ -9,7 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax._src import jax_compat
-from distjax._src.cluster import ending, joining
+from distjax._src.cluster import ending, joining, preemption
 from distjax._src.cluster.job import Settings, job
 from distjax._src.cluster.joining import make_timeouts
 from distjax.errors import ClusterError
@@ -101,11 +101,14 @@ def test_who_needs_a_job_joins_it_unless_the_program_has():
 )
 def test_what_jax_is_told(monkeypatch, coordinator, bind, bound, gloo):
     """Where it binds (of itself, every interface), how long it waits, options of mTLS."""
-    told, hosts = {}, []
+    told, hosts, on_sigterm = {}, [], preemption._swap_action(None).raw[:8]
 
     def rendezvous(*place, **options):
         told.update(options, place=place)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as its preemption service does
+        ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told_to_jax = preemption._swap_action(None)
+        signal.signal(signal.SIGTERM, ignored)
+        preemption._swap_action(told_to_jax)  # as its preemption service does, in C++
 
     monkeypatch.setattr(jax.distributed, "initialize", rendezvous)
     monkeypatch.setattr(jax_compat, "make_gloo_listen_at", hosts.append)
@@ -113,7 +116,7 @@ def test_what_jax_is_told(monkeypatch, coordinator, bind, bound, gloo):
     mtls = (("mtls_ca_file", "ca"),)
     joining._join_jax(Settings(coordinator, 2, 0, (3,), bind, timeouts, 0, mtls))
     assert hosts == [gloo]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert preemption._swap_action(None).raw[:8] == on_sigterm
     assert told == {
         "place": (coordinator, 2, 0),
         "local_device_ids": (3,),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -26,11 +27,31 @@ class Ended:
     said: str
 
 
+#: Ports below those that a system gives to outgoing connections (from 32768 on Linux).
+_PORTS = range(15_000, 32_000)
+#: Ports that are taken, each by a socket that does not listen.
+_taken: list[socket.socket] = []
+
+
 def free_address():
-    """Returns an address on loopback at which nothing listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
+    """Returns an address on loopback that is ours: nobody else listens there before we do.
+
+    Between the choice of a port and the moment when process 0 listens, an outgoing connection may
+    be given it, or other tests may choose it. So it is none of those that are given, and a socket
+    is bound to it until this process ends: it does not listen, so that another socket that may
+    reuse addresses (the roll call's, gRPC's) is bound beside it.
+    """
+    draw = random.SystemRandom()
+    while True:
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", draw.choice(_PORTS)))
+        except OSError:  # of another program
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _taken.append(held)
+        return f"127.0.0.1:{held.getsockname()[1]}"
 
 
 def job_environment(devices):

@@ -42,6 +42,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from distjax._src.checkpoint.leaves import Leaf, encode_array
+from distjax._src.cluster.events import record
 from distjax._src.cluster.job import Job, job
 from distjax._src.cluster.ledger import ledger, phase
 from distjax._src.cluster.meeting import (
@@ -290,9 +291,15 @@ class Storage:
         if self._under_way is not None and self._writer is not None:
             with self._guard("writing", self._under_way):
                 self._call(self._writer.wait_until_finished, is_long=True)
+            self._record("committed", self._under_way)
         self._set_complete()
         if self._writer is not None:
             self._clear_removed()
+
+    def _record(self, event: str, step: int) -> None:
+        """Tells the launcher that a step is complete, or restored: that there was progress."""
+        if not self._is_alone_in_a_job and (self.job is None or self.job.process_id == 0):
+            record(event, step=step)
 
     def _set_complete(self) -> None:
         self._under_way = None
@@ -471,6 +478,7 @@ class Storage:
         with self._guard("reading", step):
             do = functools.partial(self._call, read, is_long=True)
             hear_all(self.job, "the reading of a checkpoint", do)
+        self._record("restored", step)
         return found
 
     @property

@@ -19,6 +19,7 @@ from typing import NoReturn
 import jax
 
 from distjax._src import jax_compat
+from distjax._src.cluster.events import record_failure
 from distjax._src.cluster.exits import (
     DIFFERENT,
     PEER_LOST,
@@ -122,6 +123,7 @@ class _Ending:
     def _end_alone(self, joined: Job, error: ClusterError) -> NoReturn:
         begin_to_end()
         print_error(error)
+        record_failure(exit_code(error), error_text(error))
         if isinstance(error, AgreementError):
             leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
         leave(joined, self.code or PEER_LOST, "it came to its end alone")
@@ -129,6 +131,7 @@ class _Ending:
 
 def _end_after(error: BaseException) -> NoReturn:
     joined, code = job(), exit_code(error)
+    record_failure(code, error_text(error), error)
     if joined is None:
         end_at_once(code)
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment

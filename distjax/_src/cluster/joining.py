@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import os
-import signal
+import re
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distjax._src import jax_compat
 from distjax._src.cluster import roll_call
 from distjax._src.cluster.ending import watch_the_end
+from distjax._src.cluster.events import record
 from distjax._src.cluster.job import Job, Settings, Timeouts, set_job
+from distjax._src.cluster.preemption import hold_notice
 from distjax._src.integers import is_int
 from distjax.errors import ClusterError, message
 
@@ -88,6 +90,9 @@ def initialize(
     bounds = (step_deadline, meeting_timeout, phase_timeout)
     bind = coordinator_bind_address
     with _one_at_a_time, _ends_uncaught():
+        asked = _read_int("DISTJAX_STEP_DEADLINE", 600)  # of the launcher, unless given here
+        if asked and step_deadline == 600.0:
+            bounds = (float(asked), meeting_timeout, phase_timeout)
         timeouts = make_timeouts(*waits, *bounds)
         _require_known(mtls)
         given = Request(*place, as_device_ids(local_device_ids))
@@ -130,6 +135,7 @@ def _join(settings: Settings) -> None:
         ending.watch(joined)
         _use_all()
     _joined_with.append(settings)
+    record("joined")
 
 
 def _join_jax(settings: Settings) -> None:
@@ -140,24 +146,21 @@ def _join_jax(settings: Settings) -> None:
     own_bind = bind if settings.process_id == 0 else None
     gloo_host = roll_call.collectives_host(settings.coordinator_address, own_bind)
     jax_compat.make_gloo_listen_at(gloo_host)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     timeouts = settings.timeouts
-    jax.distributed.initialize(
-        settings.coordinator_address,
-        settings.num_processes,
-        settings.process_id,
-        local_device_ids=settings.local_device_ids,
-        coordinator_bind_address=bind
-        or roll_call.join_address(roll_call.resolve_host(host, port), port),
-        cluster_detection_method="deactivate",  # already done
-        initialization_timeout=math.ceil(timeouts.initialization),
-        heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
-        shutdown_timeout_seconds=math.ceil(timeouts.shutdown),
-        **dict(settings.mtls),
-    )
-    if threading.current_thread() is threading.main_thread() and on_sigterm is not None:
-        # JAX's preemption service has taken over SIGTERM, which would no longer end the process.
-        signal.signal(signal.SIGTERM, on_sigterm)
+    with hold_notice():
+        jax.distributed.initialize(
+            settings.coordinator_address,
+            settings.num_processes,
+            settings.process_id,
+            local_device_ids=settings.local_device_ids,
+            coordinator_bind_address=bind
+            or roll_call.join_address(roll_call.resolve_host(host, port), port),
+            cluster_detection_method="deactivate",  # already done
+            initialization_timeout=math.ceil(timeouts.initialization),
+            heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
+            shutdown_timeout_seconds=math.ceil(timeouts.shutdown),
+            **dict(settings.mtls),
+        )
 
 
 def _require_known(mtls: Mapping[str, object]) -> None:
@@ -349,9 +352,40 @@ def _detect(known: Request, method: str | None, timeouts: Timeouts) -> Request:
             )
         ) from error
     address, count, own, devices = found
+    if known.local_device_ids is None:
+        devices = _own_devices(devices)
     request = Request(address, count, own, as_device_ids(devices))
     described = read_tf_config() if method is None else None
     return request if described is None else request.filled_from(Request(*described, None))
+
+
+def _own_devices(detected: Sequence[int] | None) -> Sequence[int] | None:
+    """Returns which of this machine's GPUs are those of a process that JAX detected; None: all.
+
+    JAX takes the one that has the number of the process on its machine, so a single process would
+    leave all others idle, and one that the scheduler shows only its own would find none. Where the
+    launcher has said which process this is, the scheduler started only the launcher.
+    """
+    names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+    if not detected or all(f"DISTJAX_{name}" in os.environ for name in names):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    num_visible = len(visible.split(",")) if visible else 0
+    num_on_host = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    is_shown_its_own = num_on_host.isdecimal() and 0 < num_visible < int(num_on_host)
+    return None if is_shown_its_own or _num_tasks_of_this_host() == 1 else detected
+
+
+def _num_tasks_of_this_host() -> int | None:
+    """Returns how many processes of this job Slurm or Open MPI started here; None: unknown."""
+    by_node: list[int] = []  # Slurm writes "2(x3),1": two tasks on each of three nodes, one more
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", ""))
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        by_node += [int(count)] * int(repeat or 1)
+    node, of_mpi = (os.environ.get(x, "") for x in ("SLURM_NODEID", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    if of_mpi.isdecimal():
+        return int(of_mpi)
+    return by_node[int(node)] if node.isdecimal() and int(node) < len(by_node) else None
 
 
 def _require_place(request: Request) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import io_callback
 
+from distjax._src.cluster.events import record_failure
 from distjax._src.cluster.exits import (
     DIFFERENT,
     STUCK,
@@ -236,6 +237,7 @@ class Watch:
             return
         begin_to_end()
         print_error(text)
+        record_failure(code, cause or text)
         if code == STUCK:
             print_stacks()
         if cause is not None:
@@ -270,6 +272,7 @@ class Watch:
             print_error("".join(traceback.format_exception(own)))
             code, text = exit_code(own), error_text(own)
         print_error(said)
+        record_failure(code, text if own is not None else said, own)
         leave(self._job, code, text)
 
     def _difference_text(self, process: int, own: str, other: str) -> str:

@@ -1,11 +1,10 @@
 """Workers and servers of TensorFlow in one process, with a coordinator."""
 
-import socket
-
 import numpy as np
 import tensorflow as tf
 
 from tests.golden.recording import tensorflow_side as side
+from tests.processes.jobs import free_address
 
 NUM_SERVERS = 2
 NEGATIVE = np.float32(-1)
@@ -31,12 +30,7 @@ class Cluster:
     """Workers and servers of this process, with a coordinator."""
 
     def __init__(self, num_workers):
-        sockets = [socket.socket() for _ in range(num_workers + NUM_SERVERS)]
-        for each in sockets:  # held until all are known
-            each.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-        for each in sockets:
-            each.close()
+        addresses = [free_address() for _ in range(num_workers + NUM_SERVERS)]
         spec = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
         cluster = tf.train.ClusterSpec(spec)
         # Each function holds a thread while it reads what another server has.

@@ -1,0 +1,6 @@
+"""`python -m distjax` and the command `distjax`: launch, info, doctor."""
+
+from distjax._src.launch.commands import main
+
+if __name__ == "__main__":
+    main()

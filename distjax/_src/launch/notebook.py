@@ -1,0 +1,168 @@
+"""`notebook_launcher`: a function run by the processes of a job, from a notebook.
+
+The function goes to fresh processes in a file of a private folder, pickled by value; results and
+errors come back in others. Nothing is forked, so that what the notebook has done with JAX is no
+obstacle; and nothing is unpickled that another user could have written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distjax._src.integers import require_int
+from distjax._src.launch.launcher import Launcher, Options
+from distjax.errors import describe_value, message, require
+
+_CALL, _RESULT = "call.pickle", "result-{}.pickle"
+
+
+def notebook_launcher(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    processes: int = 2,
+    *,
+    devices_per_process: int = 1,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Returns ``fn(*args)`` of each of several processes, by process id.
+
+    The processes are fresh ones that have joined a job of their own. What they print appears here,
+    with their numbers. Ctrl-C, or the notebook's interrupt, ends all of them.
+
+    Args:
+      fn: a function, which may be one of the notebook or have a closure; it imports what it needs.
+        It and `args` are pickled by cloudpickle, results by pickle: host values, not `jax.Array`
+        that other processes hold a part of.
+      args: its arguments.
+      processes: how many.
+      devices_per_process: CPU devices, or GPUs, of each.
+      timeout: seconds after which all are ended.
+
+    Raises:
+      Exception: the first error of a process, of its own class, with a note that has its traceback.
+      RuntimeError: a process ended otherwise; with what it said.
+      TimeoutError: it took longer than `timeout`.
+      ImportError: cloudpickle is not installed.
+      TypeError, ValueError: `fn` is no function, or a number is not positive.
+    """
+    require(
+        callable(fn),
+        "notebook_launcher needs a function",
+        got=describe_value(fn),
+        why="each process calls it",
+        fix="dj.launch.notebook_launcher(train, processes=2), without the parentheses of a call",
+        error=TypeError,
+    )
+    why = "so many are started"
+    require_int("notebook_launcher: processes", processes, 1, why=why, fix="processes=2")
+    name = "notebook_launcher: devices_per_process"
+    require_int(name, devices_per_process, 1, why=why, fix="devices_per_process=1")
+    with tempfile.TemporaryDirectory(prefix="distjax-notebook-") as folder:  # for this user alone
+        with open(os.path.join(folder, _CALL), "wb") as file:
+            file.write(_pickle((fn, tuple(args))))
+        start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import answer; answer()"
+        command = ("-c", start)
+        options = Options(command, processes, devices_per_process)
+        launcher = Launcher(options, folder, _show, _say)
+        try:
+            code = launcher.run(timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                message(
+                    f"{getattr(fn, '__name__', fn)} needs to return within {timeout:g} s",
+                    got=f"{processes} processes that run on; they are ended",
+                    why="timeout of notebook_launcher says so",
+                    fix="notebook_launcher(..., timeout=600), or None",
+                )
+            ) from None
+        if code == 0:
+            return [_read(folder, index)[1] for index in range(processes)]
+        _raise(launcher, folder)
+    raise AssertionError  # `_raise` does
+
+
+def _show(index: int, line: bytes) -> None:
+    if not line.startswith(b"[Gloo] "):
+        print(f"[{index}] {line.decode(errors='replace')}", flush=True)
+
+
+def _say(text: str) -> None:
+    """What the launcher says is raised as an error, or of no interest here."""
+
+
+def _pickle(call: object) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "notebook_launcher needs cloudpickle",
+                got=str(error),
+                why="functions of a notebook are in no module that another process could import",
+                fix="pip install 'distjax[launch]'",
+            )
+        ) from error
+    return cloudpickle.dumps(call)
+
+
+def _read(folder: str, index: int) -> tuple[str, Any, str]:
+    """Returns how the call went in a process: "result" or "raised", the value, its traceback."""
+    with open(os.path.join(folder, _RESULT.format(index)), "rb") as file:
+        return pickle.load(file)
+
+
+def _raise(launcher: Launcher, folder: str) -> None:
+    cause = launcher.failure
+    assert cause is not None
+    try:
+        kind, error, trace = _read(folder, cause.process)
+    except (OSError, EOFError):
+        kind, error, trace = "ended", None, cause.traceback or cause.error
+    if kind == "raised" and isinstance(error, BaseException):
+        error.add_note(f"raised in process {cause.process}:\n{trace}")
+        raise error
+    raise RuntimeError(
+        message(
+            f"process {cause.process} of notebook_launcher needs to return",
+            got=f"exit code {cause.code}",
+            why=trace.strip(),
+            fix="look at what it said, above",
+        )
+    )
+
+
+# -- in the processes -------------------------------------------------------------
+
+
+def answer() -> None:
+    """Calls the function, and leaves its result or error; what each process runs."""
+    folder = os.environ["DISTJAX_RESULT_DIR"]
+    with open(os.path.join(folder, _CALL), "rb") as file:
+        content = file.read()
+    path = os.path.join(folder, _RESULT.format(os.environ["DISTJAX_PROCESS_ID"]))
+    import distjax
+
+    distjax.initialize()
+    try:
+        fn, args = pickle.loads(content)
+        _write(path, ("result", fn(*args), ""))
+    except Exception as error:
+        try:
+            _write(path, ("raised", error, traceback.format_exc()))
+        except Exception:  # it cannot be pickled: its text can
+            _write(path, ("raised", RuntimeError(traceback.format_exc()), traceback.format_exc()))
+        raise
+
+
+def _write(path: str, said: tuple[str, Any, str]) -> None:
+    import cloudpickle
+
+    content = cloudpickle.dumps(said)
+    with open(path, "wb") as file:
+        file.write(content)

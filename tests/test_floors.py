@@ -12,7 +12,7 @@ from distjax._src import hooks
 
 ROOT = pathlib.Path(distjax.__file__).parent
 #: Modules users import, beside the private code: they hand on names of what they stand for.
-FACES = {"checkpoint", "diagnostics", "flax", "lax", "optim", "parts", "servers", "testing"}
+FACES = {"checkpoint", "diagnostics", "flax", "lax", "optim", "parts", "plan", "servers", "testing"}
 
 FLOORS = {
     "errors": -4,
@@ -54,6 +54,7 @@ FLOORS = {
     "check": 10,
     "diagnostics": 9,
     "parts": 9,
+    "plan": 11,
     "servers": 9,
     "testing": 11,
     "compat": 11,

@@ -6,7 +6,9 @@ captured objects hold, and the user's arguments; the compiler names each by its 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,6 +96,7 @@ def arguments_of(
     given = _given(args)
     names = positional_names(fn)
     found: list[Argument] = []
+    seen: collections.Counter[str] = collections.Counter()
     for path, info in pairs:
         if is_placeholder(info):
             own = objects.get(info.index, [])
@@ -107,18 +110,22 @@ def arguments_of(
         if index < 2:
             variable = variables[index][path[1].idx]
             cause = _cause_of_variable(variable, [*variables[0], *variables[1]])
-            own = variable.name, cause, variable.sharding
+            own = _unlike(variable.name, seen), cause, variable.sharding
             found.append(_argument(where, *own, True, info))
             continue
         own_path = f"[0][{index - 3}]{keystr(path[1:])}" if index > 2 else f"[1]{keystr(path[1:])}"
         sharding, cause = given.get(own_path, (None, "state"))
-        name = user_path(own_path, names)
+        name = _INDEX.sub("", user_path(own_path, names))
         found.append(_argument(where, name, cause, sharding, False, info))
     return found
 
 
+#: How JAX spells the only array of a node of ours, here and in the compiler's text.
+_INDEX = re.compile(r"\[<flat index (\d+)>\]")
+
+
 def _operand(path: Sequence[Any]) -> str:
-    return f"operands{keystr(tuple(path))}"
+    return "operands" + _INDEX.sub(r"[\1]", keystr(tuple(path)))
 
 
 def _argument(where: str, name: str, cause: str, sharding: Any, kept: bool, info: Any) -> Argument:
@@ -126,6 +133,12 @@ def _argument(where: str, name: str, cause: str, sharding: Any, kept: bool, info
     return Argument(
         where, name, cause, tuple(aval.shape), aval.dtype, sharding, kept, bool(info.donated)
     )
+
+
+def _unlike(name: str, seen: collections.Counter[str]) -> str:
+    """Returns a name unlike those seen: variables without a name of their own are numbered."""
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name} ({seen[name]})"
 
 
 def _cause_of_variable(variable: Variable, others: Sequence[Variable]) -> str:

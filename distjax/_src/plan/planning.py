@@ -115,7 +115,9 @@ def plan(
     if len(errors) == len(plans) and _failures:
         raise _failures[0]
     _failures.clear()
-    return Report(function_name(target), jax.__version__, _libtpu_version(), tuple(plans))
+    is_tpu = any(p.topology.partition(":")[0] not in ("cpu", "gpu", "cuda") for p in plans)
+    libtpu = _libtpu_version() if is_tpu else ""
+    return Report(function_name(target), jax.__version__, libtpu, tuple(plans))
 
 
 #: What was raised for the plans that failed, until a report is made.

@@ -135,6 +135,11 @@ def _argument(where: str, name: str, cause: str, sharding: Any, kept: bool, info
     )
 
 
+#: What optax calls its slots, and layers their statistics, where users keep them in variables.
+_SLOTS = {"mu", "nu", "trace", "momentum", "accumulator"}
+_STATISTICS = {"mean", "var", "batch_stats", "right", "total", "ema"}
+
+
 def _unlike(name: str, seen: collections.Counter[str]) -> str:
     """Returns a name unlike those seen: variables without a name of their own are numbered."""
     seen[name] += 1
@@ -142,14 +147,15 @@ def _unlike(name: str, seen: collections.Counter[str]) -> str:
 
 
 def _cause_of_variable(variable: Variable, others: Sequence[Variable]) -> str:
+    parts = set(re.split(r"[/.]", variable.name.lower()))
+    if parts & _SLOTS:
+        return "optimizer"
     if variable.trainable:
-        return "parameters"
+        is_float = jax.numpy.issubdtype(variable.dtype, np.inexact)
+        return "parameters" if is_float and not parts & _STATISTICS else "state"
     owners = {v.name for v in others if v.trainable}
     owner = variable.name.rpartition("/")[0]
     return "optimizer" if owner in owners else "state"
-
-
-_KINDS = {"OptState": "optimizer", "OptArray": "optimizer", "OptVariable": "optimizer"}
 
 
 def _names_of_objects(treedef: Any) -> dict[int, list[tuple[str, str, Any]]]:

@@ -115,7 +115,18 @@ __all__ = [
 #: Imported on first access, so that `import distjax` imports no optional library. Everything
 #: exported by these modules and this one is public; what is in `distjax._src` is private.
 _LAZY = frozenset(
-    {"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts", "plan", "servers"}
+    {
+        "checkpoint",
+        "compat",
+        "flax",
+        "layers",
+        "losses",
+        "metrics",
+        "optim",
+        "parts",
+        "plan",
+        "servers",
+    }
 )
 
 

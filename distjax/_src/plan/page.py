@@ -70,9 +70,7 @@ def _details(plan: Plan, is_open: bool) -> Iterator[str]:
     for note in plan.notes:
         yield f"<p>{html.escape(note)}</p>"
     if plan.schedule.get("live_bytes"):
-        yield _figure(
-            "temporaries alive along the schedule; below, the collectives", _curve(plan)
-        )
+        yield _figure("temporaries alive along the schedule; below, the collectives", _curve(plan))
     yield _wide(list(_tables(plan)))
     yield "</details>"
 
@@ -196,7 +194,9 @@ def _scaling(plans: Sequence[Plan]) -> str:
         color = f"var(--{colors[i % len(colors)]})"
         parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>")
         parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{color}'/>" for x, y in at]
-        parts.append(f"<rect x='{_WIDTH - 140}' y='{8 + 18 * i}' width='10' height='10' fill='{color}'/>")
+        parts.append(
+            f"<rect x='{_WIDTH - 140}' y='{8 + 18 * i}' width='10' height='10' fill='{color}'/>"
+        )
         parts.append(_text(_WIDTH - 124, 17 + 18 * i, name))
     parts.append(_text(0, 20, format_bytes(most), "class='dim'"))
     return _svg(max(184, 18 * len(colors)), parts, "peak memory over numbers of chips")

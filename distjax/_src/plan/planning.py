@@ -10,10 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,9 +67,8 @@ def plan(
 
     Args:
       target: ``def target(strategy): return fn, args``, or "file.py:function" or
-        "module:function", which is planned in a process of its own. ``fn`` is what the
-        training loop calls. Of ``args``, arrays and `jax.ShapeDtypeStruct`s are mirrored,
-        and ``dj.plan.batch(tree)`` is a global batch.
+        "module:function". ``fn`` is what the training loop calls. Of ``args``, arrays and
+        `jax.ShapeDtypeStruct`s are mirrored, and ``dj.plan.batch(tree)`` is a global batch.
       topology: "v5e:16x16" and the like, "cpu:8", or several.
       slices: how many TPU slices of that shape, with a slower network between.
       strategies: of "mirrored", "zero1", "zero2", "zero3" and "central".
@@ -93,15 +88,14 @@ def plan(
       ...     with strategy.scope():
       ...         w = dj.Variable(jnp.zeros((256, 256)), name="w")
       ...     rows = jax.ShapeDtypeStruct((16, 256), jnp.float32)
-      ...     return lambda x: strategy.run(lambda x: x @ w.value, args=(x,)), (dj.plan.batch(rows),)
+      ...     fn = lambda x: strategy.run(lambda x: x @ w.value, args=(x,))
+      ...     return fn, (dj.plan.batch(rows),)
       >>> (mirrored,) = dj.plan.plan(target, "cpu:8", strategies=["mirrored"]).plans
       >>> mirrored.memory.by_cause["parameters"], mirrored.memory.by_cause["batch"]
       (262144, 2048)
     """
     names = [topology] if isinstance(topology, str) else list(topology)
-    if isinstance(target, str):
-        return _in_own_process(target, names, slices, strategies, chips, model_axes, batch, options)
-    target = targets.require_target(target)
+    target = targets.require_target(targets.load(target) if isinstance(target, str) else target)
     _require_strategies(strategies)
     plans: list[Plan] = []
     for name in [squarest(names[0], n) for n in chips] or names:
@@ -144,38 +138,6 @@ def _require_strategies(strategies: Sequence[str]) -> None:
         )
 
 
-def _in_own_process(
-    target: str,
-    topologies: Sequence[str],
-    slices: int,
-    strategies: Sequence[str],
-    chips: Sequence[int],
-    model_axes: Mapping[str, int] | None,
-    batch: bool,
-    options: Mapping[str, str] | None,
-) -> Report:
-    """Runs the command, and returns what it reports."""
-    command = [sys.executable, "-m", "distjax", "plan", target, "--topology", ",".join(topologies)]
-    command += ["--slices", str(slices), "--strategies", ",".join(strategies), "--json", "-"]
-    command += ["--chips", ",".join(map(str, chips))] if chips else []
-    axes = ",".join(f"{k}={v}" for k, v in (model_axes or {}).items())
-    command += ["--model-axes", axes] if axes else []
-    command += ["--batch"] if batch else []
-    for key, value in (options or {}).items():
-        command += ["--option", f"{key}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-    if done.returncode > 1:
-        raise RuntimeError(
-            message(
-                f"the plan of {target} needs a target that can be planned",
-                got=f"exit code {done.returncode}: {done.stderr.strip() or 'nothing said'}",
-                why="a target by name is planned in a process of its own",
-                fix=f"{' '.join(command[1:-2])}",
-            )
-        )
-    return Report.from_json(json.loads(done.stdout))
-
-
 class _OneStrategy:
     """A target under one strategy on one topology.
 
@@ -213,9 +175,7 @@ class _OneStrategy:
 
     def _plan(self, num_replicas: int, **own: Any) -> Plan:
         d = self._described
-        return Plan(
-            d.name, d.slices, len(d.devices), self._name, self._axes, num_replicas, **own
-        )
+        return Plan(d.name, d.slices, len(d.devices), self._name, self._axes, num_replicas, **own)
 
     def _make_strategy(self) -> Strategy:
         make, devices = STRATEGIES[self._name], self._described.devices
@@ -381,7 +341,9 @@ def _not_split(
             shape = " x ".join(map(str, each.shape))
             why = f"no axis of {shape} is divisible by {topology.num_replicas} replicas"
         else:
-            why = f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"
+            why = (
+                f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"
+            )
         yield NotSplit(each.name, each.bytes_per_chip, why)
 
 
@@ -409,5 +371,3 @@ def _thinned(values: Sequence[int], most: int = 200) -> list[int]:
     """Returns at most so many values: the largest of each part."""
     step = max(1, -(-len(values) // most))
     return [max(values[i : i + step]) for i in range(0, len(values), step)]
-
-

@@ -326,5 +326,3 @@ def seconds_at_least(
         "network": sent / speeds.links,
     }
     return {**each, "step": max(each.values())}
-
-

@@ -184,13 +184,6 @@ class Report:
         head = {"schema": 1, "target": self.target, "jax": self.jax, "libtpu": self.libtpu}
         return json.dumps({**head, "plans": plans}, indent=indent)
 
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Report:
-        """Returns the report of which `to_json` made this."""
-        return cls(
-            found["target"], found["jax"], found["libtpu"], tuple(map(_plan_of, found["plans"]))
-        )
-
     @property
     def fits(self) -> bool:
         """Whether any plan fits."""
@@ -223,24 +216,6 @@ class Report:
         """The plan to tell most of: the first that fits, or else the first."""
         done = [p for p in self.plans if p.memory is not None]
         return next((p for p in done if p.fits), done[0] if done else None)
-
-
-def _plan_of(found: Mapping[str, Any]) -> Plan:
-    own = dict(found)
-    for key, those in own.pop("collectives").items():
-        own[key] = tuple(
-            PlannedCollective(**{**c, "lines": tuple(c["lines"]), "variables": tuple(c["variables"])})
-            for c in those
-        )
-    own["not_split"] = tuple(NotSplit(**each) for each in own["not_split"])
-    own["notes"] = tuple(own["notes"])
-    if own["memory"] is not None:
-        memory = dict(own["memory"])
-        memory["by_variable"] = tuple(
-            PlannedVariable(**{**v, "shape": tuple(v["shape"])}) for v in memory["by_variable"]
-        )
-        own["memory"] = PlannedMemory(**memory)
-    return Plan(**own)
 
 
 def answer(plans: Sequence[Plan]) -> str:

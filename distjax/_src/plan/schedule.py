@@ -167,9 +167,7 @@ class Schedule:
             if each.name in owners.get(each.name, ()) and each.opcode not in _NO_MEMORY:
                 own = _own_bytes(each)
                 if own and each.name not in kept:
-                    live[each.name] = Live(
-                        own, each.type, each.scope, each.name in reduced
-                    )
+                    live[each.name] = Live(own, each.type, each.scope, each.name in reduced)
                     total += own
             inner, inner_live = self._inner(each)
             if total + inner > peak:

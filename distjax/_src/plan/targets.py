@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -168,7 +170,8 @@ def take_step(target: Target, strategy: Strategy) -> Step:
     Raises:
       TypeError: it returned something else.
     """
-    found: Any = target(strategy)
+    with _optimizers_described():
+        found: Any = target(strategy)
     is_pair = isinstance(found, tuple) and len(found) == 2 and callable(found[0])
     if not is_pair or not isinstance(found[1], (tuple, list)):
         got = f"{describe_value(found)}" if not is_pair else f"arguments {found[1]!r}"
@@ -181,6 +184,36 @@ def take_step(target: Target, strategy: Strategy) -> Step:
             )
         )
     return Step(found[0], tuple(found[1]))
+
+
+@contextlib.contextmanager
+def _optimizers_described() -> Iterator[None]:
+    """A context in which an `nnx.Optimizer` of a described module makes no arrays.
+
+    Its slots are made eagerly, each like a parameter and where that is: nothing can be there.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield
+        return
+    plain = nnx.Optimizer.__init__
+
+    @functools.wraps(plain)
+    def describe(self: Any, model: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+        plain(
+            self,
+            model,
+            tx._replace(init=functools.partial(jax.eval_shape, tx.init)),
+            *args,
+            **kwargs,
+        )
+        self.tx = tx
+
+    nnx.Optimizer.__init__ = describe
+    try:
+        yield
+    finally:
+        nnx.Optimizer.__init__ = plain
 
 
 def _is_one(value: object) -> bool:

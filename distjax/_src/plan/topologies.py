@@ -1,4 +1,4 @@
-"""Devices by name that need not be there: TPU slices, the GPUs of this machine's kind, virtual CPUs.
+"""Devices by name that need not be there: TPU slices, GPUs of this machine's kind, virtual CPUs.
 
 TPU slices are described by libtpu, which is installed apart (`distjax[plan]`); a line of JAX goes
 with one line of it. How much memory a chip has, the compiler says itself, when it is asked for too
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -135,7 +134,7 @@ def describe(name: str, slices: int = 1) -> Described:
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     devices = _asked(name, "tpu", name, **options)
     order = sorted(devices, key=lambda d: getattr(d, "slice_index", 0))
-    return Described(name, slices, order, limit_of(kind, devices), _SPEEDS[kind])
+    return Described(name, slices, order, _limit(devices), _SPEEDS[kind])
 
 
 def require_libtpu() -> None:
@@ -171,7 +170,7 @@ def _cpus(name: str, shape: str) -> Sequence[jax.Device]:
     )
 
 
-def _asked(name: str, platform: str, topology: str, **options: object) -> Sequence[jax.Device]:
+def _asked(name: str, platform: str, known: str, **options: object) -> Sequence[jax.Device]:
     """Returns the devices that a compiler describes."""
     own = {
         "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the network where it is
@@ -182,7 +181,7 @@ def _asked(name: str, platform: str, topology: str, **options: object) -> Sequen
     for key, value in own.items() if platform == "tpu" else ():
         os.environ.setdefault(key, value)
     try:
-        return topologies.get_topology_desc(topology, platform, **options).devices
+        return topologies.get_topology_desc(known, platform, **options).devices
     except Exception as error:
         first = str(error).strip().splitlines()[0][:200].rstrip(".")
         if re.search(r"(?i)already in use|lockfile|in use by", str(error)):
@@ -215,22 +214,9 @@ def _unknown_text(name: str, got: str) -> str:
     )
 
 
-@functools.cache
-def _limits() -> dict[str, int | None]:
-    return {}
-
-
-def limit_of(kind: str, devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes of memory of a device that programs may use, as its compiler says."""
-    known = _limits()
-    if kind not in known:
-        known[kind] = _limit(devices)
-    return known[kind]
-
-
 def _limit(devices: Sequence[jax.Device]) -> int | None:
     """Asks for far too much memory, and reads how much there is in the refusal."""
-    mesh = Mesh(np.array(devices[:1]), "x") if len(devices) == 1 else Mesh(np.array(devices), "x")
+    mesh = Mesh(np.array(devices), "x")
     whole = NamedSharding(mesh, PartitionSpec())
     huge = struct((2**20, 2**20), np.float32, whole)
     try:
@@ -263,16 +249,3 @@ def read_exhausted(text: str) -> tuple[int, int, bool] | None:
         int(float(found[i]) * 1024 ** " KMGT".index(found[i + 1] or " ")) for i in (1, 3)
     )
     return needed, size, "temporaries" in text
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """A context in which what libtpu writes to standard error is dropped, unless it raises."""
-    saved = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-            yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)

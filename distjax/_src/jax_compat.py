@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -64,7 +64,7 @@ _described: set[jax.Device] = set()
 
 
 @contextlib.contextmanager
-def describing(devices: Iterable[jax.Device]) -> Iterator[None]:
+def describing(devices: Iterable[jax.Device]) -> Generator[None]:
     """A context in which devices that exist are only compiled for: nothing is put on them."""
     added = {*devices} - _described
     _described.update(added)

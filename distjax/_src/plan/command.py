@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -30,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         for file in filter(None, (chosen.json, chosen.html)):
             _require_room(file)
-        axes = dict(_pair(text, int) for text in chosen.model_axes.split(",") if text)
-        options = dict(_pair(text, str) for text in chosen.option)
+        axes: Any = dict(_pair(text, int) for text in chosen.model_axes.split(",") if text)
+        options: Any = dict(_pair(text, str) for text in chosen.option)
         chips = [int(n) for n in chosen.chips.split(",") if n]
     except (OSError, ValueError) as error:
         return _usage(error)

@@ -95,7 +95,7 @@ def plan(
       (262144, 2048)
     """
     names = [topology] if isinstance(topology, str) else list(topology)
-    target = targets.require_target(targets.load(target) if isinstance(target, str) else target)
+    found = targets.require_target(targets.load(target) if isinstance(target, str) else target)
     _require_strategies(strategies)
     plans: list[Plan] = []
     for name in [squarest(names[0], n) for n in chips] or names:
@@ -103,7 +103,7 @@ def plan(
         with described.describing():
             for strategy in strategies:
                 for axes in [{}, dict(model_axes)] if model_axes else [{}]:
-                    one = _OneStrategy(target, described, strategy, axes)
+                    one = _OneStrategy(found, described, strategy, axes)
                     plans += one.plans(options or {}, batch)
     errors = [p for p in plans if p.memory is None]
     if len(errors) == len(plans) and _failures:
@@ -111,7 +111,7 @@ def plan(
     _failures.clear()
     is_tpu = any(p.topology.partition(":")[0] not in ("cpu", "gpu", "cuda") for p in plans)
     libtpu = _libtpu_version() if is_tpu else ""
-    return Report(function_name(target), jax.__version__, libtpu, tuple(plans))
+    return Report(function_name(found), jax.__version__, libtpu, tuple(plans))
 
 
 #: What was raised for the plans that failed, until a report is made.
@@ -201,7 +201,7 @@ class _OneStrategy:
             lowered = lower_step(step.fn, args, {}, None, notes, "plan")
         arguments = arguments_of(lowered, notes, step.fn, args)
         written = list_lowered(lowered, notes.merge_lines)
-        own = dict(
+        own: dict[str, Any] = dict(
             compiler_options=options,
             written=_grouped(written, topology.axis_name),
             not_split=tuple(_not_split(arguments, self._name, topology)),

@@ -40,7 +40,8 @@ def read_memory(
     stats, schedule = found
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = total + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    variables, causes = [], dict.fromkeys(CAUSES, 0)
+    variables: list[PlannedVariable] = []
+    causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
     if schedule is not None:
         variables = _variables(arguments, schedule)
         for variable in variables:
@@ -67,7 +68,7 @@ def _of_refused(arguments: Sequence[Argument], limit: int | None, text: str) -> 
     needed, known_limit, only_temporaries = exhausted
     given = sum(a.bytes_per_chip for a in arguments)
     peak = needed + given if only_temporaries else max(needed, given)
-    causes = dict.fromkeys(CAUSES, 0)
+    causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
     for each in arguments:
         causes[each.cause] += each.bytes_per_chip
     causes["unattributed"] = peak - given
@@ -292,13 +293,13 @@ def _first_group(rest: str, size: int) -> set[int]:
         axes = re.findall(r"'([^']*)'=(\d+)", found[1])
         ids = np.arange(size).reshape([int(n) for _, n in axes])
         named = re.findall(r"'([^']*)'", found[2])
-        return set(ids[tuple(slice(None) if a in named else 0 for a, _ in axes)].flat)
+        return set(ids[tuple(slice(None) if a in named else 0 for a, _ in axes)].flatten().tolist())
     if found := _IOTA.search(rest):
         ids = np.arange(size).reshape([int(n) for n in found[3].split(",")])
         if found[4]:
             ids = ids.transpose([int(n) for n in found[4].split(",")])
         groups = ids.reshape(int(found[1]), int(found[2]))
-        return set(next(g for g in groups if 0 in g))
+        return set(next(g for g in groups if 0 in g).tolist())
     found = _FIRST_GROUP.search(rest)
     return {int(n) for n in found[1].split(",")} if found and found[1] else set(range(size))
 

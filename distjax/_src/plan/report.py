@@ -256,7 +256,7 @@ def memory_rows(plans: Sequence[Plan]) -> tuple[tuple[str, ...], tuple[tuple[str
         rows.append(
             (
                 plan.name,
-                {True: "yes", False: "NO"}.get(plan.fits, "?"),
+                "?" if plan.fits is None else "yes" if plan.fits else "NO",
                 format_bytes(plan.memory.peak_bytes),
                 *(format_bytes(parts[cause]) for cause in CAUSES),
                 "" if best is None else f"up to {best}",

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -93,7 +93,7 @@ def _target_text(target: str, got: str) -> str:
     )
 
 
-def require_target(target: object) -> Target:
+def require_target(target: Any) -> Any:
     """Returns a target.
 
     Raises:
@@ -187,7 +187,7 @@ def take_step(target: Target, strategy: Strategy) -> Step:
 
 
 @contextlib.contextmanager
-def _optimizers_described() -> Iterator[None]:
+def _optimizers_described() -> Generator[None]:
     """A context in which an `nnx.Optimizer` of a described module makes no arrays.
 
     Its slots are made eagerly, each like a parameter and where that is: nothing can be there.

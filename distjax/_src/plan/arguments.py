@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from distjax._src import jax_compat
@@ -23,7 +24,7 @@ from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.topology import is_host_memory
 from distjax._src.program.jit import LoweredProgram
 from distjax._src.replica.arguments import positional_names, user_path
-from distjax._src.typing import PyTree
+from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.variable import Variable
 
 
@@ -71,14 +72,14 @@ class Argument:
         return ", ".join([*host, *parts])
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: DTypeLike) -> int:
     if jax_compat.is_key_dtype(dtype):
         return 4 * int(np.prod(jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape))
     return np.dtype(dtype).itemsize
 
 
 def arguments_of(
-    lowered: LoweredProgram, notes: Notes, fn: Any, args: Sequence[PyTree]
+    lowered: LoweredProgram, notes: Notes, fn: Callable[..., Any], args: Sequence[PyTree]
 ) -> list[Argument]:
     """Returns the arguments of a lowered step.
 
@@ -128,7 +129,9 @@ def _operand(path: Sequence[Any]) -> str:
     return "operands" + _INDEX.sub(r"[\1]", keystr(tuple(path)))
 
 
-def _argument(where: str, name: str, cause: str, sharding: Any, kept: bool, info: Any) -> Argument:
+def _argument(
+    where: str, name: str, cause: str, sharding: Sharding | None, kept: bool, info: PyTree
+) -> Argument:
     aval = info._aval if hasattr(info, "_aval") else info  # as of JAX 0.10, and as of 0.12
     return Argument(
         where, name, cause, tuple(aval.shape), aval.dtype, sharding, kept, bool(info.donated)
@@ -158,14 +161,14 @@ def _cause_of_variable(variable: Variable, others: Sequence[Variable]) -> str:
     return "optimizer" if owner in owners else "state"
 
 
-def _names_of_objects(treedef: Any) -> dict[int, list[tuple[str, str, Any]]]:
+def _names_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[str, str, Any]]]:
     """Returns the name, cause and sharding of each array of each object, by its number."""
     node = treedef.node_data()
     if node is None or node[0] is not ObjectKeywords:
         return {}
     plan = node[1][1]
     named = [
-        (entry.path, _cause_of_entry(entry), getattr(layout, "sharding", None))
+        (entry.path, _cause_of_kind(entry.kind), getattr(layout, "sharding", None))
         for entry in plan.entries
         for layout in entry.layouts
     ]
@@ -175,10 +178,10 @@ def _names_of_objects(treedef: Any) -> dict[int, list[tuple[str, str, Any]]]:
     return found
 
 
-def _cause_of_entry(entry: Any) -> str:
-    if entry.kind.startswith("Opt"):
+def _cause_of_kind(kind: str) -> str:
+    if kind.startswith("Opt"):
         return "optimizer"
-    return "parameters" if entry.kind in ("Param", "LoRAParam") else "state"
+    return "parameters" if kind in ("Param", "LoRAParam") else "state"
 
 
 # -- arguments of functional steps ---------------------------------------------

@@ -26,14 +26,15 @@ from distjax._src.placement.topology import Topology
 from distjax._src.plan import targets
 from distjax._src.plan.arguments import Argument, arguments_of
 from distjax._src.plan.reading import planned_collectives, read_memory, seconds_at_least
-from distjax._src.plan.report import NotSplit, Plan, PlannedCollective, Report
+from distjax._src.plan.report import NotSplit, Plan, PlannedCollective, PlannedMemory, Report
 from distjax._src.plan.schedule import Schedule
 from distjax._src.plan.topologies import Described, describe, read_exhausted, squarest
-from distjax._src.program.jit import LoweredProgram
+from distjax._src.program.jit import CompiledProgram, LoweredProgram
 from distjax._src.replica.arguments import function_name
 from distjax._src.strategies.mirrored import MirroredStrategy
 from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrategy
 from distjax._src.strategies.strategy import Strategy
+from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import UnsupportedError, describe_value, message
 
@@ -173,7 +174,7 @@ class _OneStrategy:
                 )
             yield found
 
-    def _plan(self, num_replicas: int, **own: Any) -> Plan:
+    def _plan(self, num_replicas: int, **own: PyTree) -> Plan:
         d = self._described
         return Plan(d.name, d.slices, len(d.devices), self._name, self._axes, num_replicas, **own)
 
@@ -222,7 +223,7 @@ class _OneStrategy:
 
     def _read(
         self,
-        compiled: Any,
+        compiled: CompiledProgram,
         arguments: Sequence[Argument],
         notes: Notes,
         topology: Topology,
@@ -348,7 +349,7 @@ def _not_split(
 
 
 def _notes(
-    memory: Any, schedule: Schedule, arguments: Sequence[Argument], described: Described
+    memory: PlannedMemory, schedule: Schedule, arguments: Sequence[Argument], described: Described
 ) -> Iterator[str]:
     again = memory.output_bytes - memory.alias_bytes
     kept = sum(v.bytes_per_chip for v in memory.by_variable if not v.donated and v.cause != "batch")

@@ -93,7 +93,7 @@ def _target_text(target: str, got: str) -> str:
     )
 
 
-def require_target(target: Any) -> Any:
+def require_target(target: PyTree) -> Any:
     """Returns a target.
 
     Raises:
@@ -199,7 +199,7 @@ def _optimizers_described() -> Generator[None]:
     plain = nnx.Optimizer.__init__
 
     @functools.wraps(plain)
-    def describe(self: Any, model: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+    def describe(self: Any, model: PyTree, tx: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
         plain(
             self,
             model,

@@ -375,6 +375,20 @@ def test_the_command_writes_what_it_says(script):
 
 
 @pytest.mark.parametrize(
+    "example", ["digits/train.py", "digits/functional.py", "digits/modules.py"]
+)
+def test_the_examples_have_targets(example):
+    root = pathlib.Path(__file__).parents[2]
+    target = f"examples/{example}:plan"
+    done = run(target, "--topology", "cpu:4", "--strategies", "mirrored", "--json", "-", cwd=root)
+    assert done.returncode == 0, done.stderr
+    (plan,) = json.loads(done.stdout)["plans"]
+    causes = plan["memory"]["by_cause"]
+    # 18,788 numbers of three convolutions, their norms and a linear layer, and momentum for each.
+    assert causes["parameters"] >= 4 * 18_000 and causes["optimizer"] >= 4 * 18_000
+
+
+@pytest.mark.parametrize(
     "args, code, text",
     [
         (["train.py:raises"], 70, "KeyError: 'mine'"),

@@ -104,7 +104,26 @@ def of_modules(strategy):
     return lambda x: strategy.run(step, args=(x,)), (rows(strategy),)
 
 
-STYLES = {f.__name__: f for f in (of_variables, of_arrays, of_linen, of_equinox, of_modules)}
+def of_created(strategy):
+    def create():
+        model = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    with strategy.scope():
+        model, optimizer = dj.flax.create(create)
+
+    def step(x):
+        loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+        loss, gradient = dj.flax.value_and_grad(loss_fn)(model, x)
+        dj.flax.apply_gradients(optimizer, model, gradient)
+        return loss
+
+    return lambda x: strategy.run(step, args=(x,)), (rows(strategy),)
+
+
+STYLES = {
+    f.__name__: f for f in (of_variables, of_arrays, of_linen, of_equinox, of_modules, of_created)
+}
 
 
 def planned(target, strategies=("mirrored",), topology="cpu:8", **options):
@@ -124,7 +143,7 @@ def test_every_style_is_planned_under_every_strategy(style):
             c: sum(v.bytes_per_chip for v in memory.by_variable if v.cause == c)
             for c in ("parameters", "optimizer", "batch")
         }
-        is_kept = style in ("of_variables", "of_modules")
+        is_kept = style in ("of_variables", "of_modules", "of_created")
         split = 8 if is_kept and plan.strategy in ("zero3", "central") else 1
         slots = 8 if is_kept and plan.strategy != "mirrored" else 1
         assert own["parameters"] == parameter // split

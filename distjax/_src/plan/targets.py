@@ -200,13 +200,10 @@ def _optimizers_described() -> Generator[None]:
 
     @functools.wraps(plain)
     def describe(self: Any, model: PyTree, tx: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
-        plain(
-            self,
-            model,
-            tx._replace(init=functools.partial(jax.eval_shape, tx.init)),
-            *args,
-            **kwargs,
-        )
+        if jax_compat.tracing():  # in `dj.flax.create`, which makes no arrays either
+            return plain(self, model, tx, *args, **kwargs)
+        described = tx._replace(init=functools.partial(jax.eval_shape, tx.init))
+        plain(self, model, described, *args, **kwargs)
         self.tx = tx
 
     nnx.Optimizer.__init__ = describe

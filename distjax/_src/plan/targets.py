@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distjax._src import jax_compat
 from distjax._src.objects.stateful import is_stateful
 from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.transfer import transfer

@@ -39,10 +39,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test accelerator laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test plan-test accelerator laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(INSTALLED)  ## build the virtual environment, nothing else
 
@@ -51,6 +51,11 @@ demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_FLAGS)
+
+# libtpu is large: an environment beside the other, with it. One process at a time loads it.
+plan-test: $(INSTALLED)  ## the tests that compile for TPUs, in VENV, which gets libtpu (575 MB)
+	$(BIN)/python -m pip install --quiet --editable '.[plan]'
+	$(BIN)/python -m pytest -n 0 tests/plan tests/strategies/test_for_a_tpu.py $(PYTEST_FLAGS)
 
 accelerator: export DISTJAX_TESTS_PLATFORM := $(PLATFORM)
 accelerator: export XLA_PYTHON_CLIENT_PREALLOCATE := false

@@ -117,8 +117,19 @@ __all__ = [
 #: Imported on first access, so that `import distjax` imports no optional library. Everything
 #: exported by these modules and this one is public; what is in `distjax._src` is private.
 _LAZY = frozenset(
-    {"checkpoint", "compat", "flax", "launch", "layers", "losses", "metrics", "optim", "parts"}
-    | {"servers"}
+    {
+        "checkpoint",
+        "compat",
+        "flax",
+        "launch",
+        "layers",
+        "losses",
+        "metrics",
+        "optim",
+        "parts",
+        "plan",
+        "servers",
+    }
 )
 
 

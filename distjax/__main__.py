@@ -1,4 +1,4 @@
-"""`python -m distjax` and the command `distjax`: launch, info, doctor."""
+"""`python -m distjax` and the command `distjax`: launch, plan, info, doctor."""
 
 from distjax._src.launch.commands import main
 

@@ -12,7 +12,7 @@ from distjax._src import hooks
 
 ROOT = pathlib.Path(distjax.__file__).parent
 #: Modules users import, beside the private code: they hand on names of what they stand for.
-FACES = {"checkpoint", "diagnostics", "flax", "lax", "launch", "optim", "parts"}
+FACES = {"checkpoint", "diagnostics", "flax", "lax", "launch", "optim", "parts", "plan"}
 FACES |= {"servers", "testing"}
 
 FLOORS = {
@@ -57,6 +57,8 @@ FLOORS = {
     "__main__": 11,
     "diagnostics": 9,
     "parts": 9,
+    "plan": 11,
+    "__main__": 12,
     "servers": 9,
     "testing": 11,
     "compat": 11,

@@ -7,8 +7,9 @@ It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -48,11 +49,29 @@ is_undefined_primal = ad.is_undefined_primal
 
 
 def only_compiles(devices: Iterable[jax.Device]) -> bool:
-    """Returns whether `devices` can only be compiled for, not run on.
+    """Returns whether `devices`, all of one client, can only be compiled for, not run on.
 
-    Such devices come from `jax.experimental.topologies`. JAX has no public API to ask.
+    Such devices come from `jax.experimental.topologies` (JAX has no public API to ask), or are
+    those that `describing` names.
     """
-    return any(type(d.client).__name__ == "CompileOnlyPyClient" for d in devices)
+    first = next(iter(devices), None)
+    if first is None or first in _described:
+        return first is not None
+    return type(first.client).__name__ == "CompileOnlyPyClient"
+
+
+_described: set[jax.Device] = set()
+
+
+@contextlib.contextmanager
+def describing(devices: Iterable[jax.Device]) -> Generator[None]:
+    """A context in which devices that exist are only compiled for: nothing is put on them."""
+    added = {*devices} - _described
+    _described.update(added)
+    try:
+        yield
+    finally:
+        _described.difference_update(added)
 
 
 # -- traces -------------------------------------------------------------------

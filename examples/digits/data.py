@@ -45,6 +45,11 @@ def load(path: Path | None = None) -> tuple[Split, Split]:
     return Split(images[train], labels[train]), Split(images[test], labels[test])
 
 
+def blank(size: int) -> Split:
+    """A batch of `size` blank images and their labels: what a plan needs of the data."""
+    return Split(np.zeros((size, 8, 8, 1), np.float32), np.zeros(size, np.int32))
+
+
 def steps_per_epoch(split: Split, size: int) -> int:
     """The number of full batches of `size` examples in a split; exits if there is none."""
     if size > len(split.images):

@@ -63,6 +63,15 @@ def test_step(
     return dj.get_replica_context().all_reduce("sum", (right, count))
 
 
+def plan(strategy: dj.Strategy):
+    """What `python -m distjax plan examples/digits/functional.py:plan` compiles."""
+    images, labels = data.blank(8 * strategy.num_replicas_in_sync)
+    network, optimizer = model.ConvNet(axis_name=strategy.axis_name), model.make_optimizer(220)
+    state = jax.eval_shape(lambda: make_state(network, optimizer, images, 0))
+    step = dj.jit(lambda *args: strategy.run(train_step, args=args), donate_argnums=0)
+    return step, (state, dj.plan.batch(images), dj.plan.batch(labels))
+
+
 def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)

@@ -63,6 +63,20 @@ def test_step(network, accuracy, images, labels) -> None:
     accuracy.update(network(images), labels, mask=labels != data.PADDING_LABEL)
 
 
+def plan(strategy: dj.Strategy):
+    """What `python -m distjax plan examples/digits/modules.py:plan` compiles."""
+    images, labels = data.blank(8 * strategy.num_replicas_in_sync)
+    with strategy.scope():
+        shape, axis_name = images.shape[1:], strategy.axis_name
+        network = dj.flax.create(lambda: ConvNet(shape, axis_name, rngs=nnx.Rngs(0)))
+        optimizer = nnx.Optimizer(network, model.make_optimizer(220), wrt=nnx.Param)
+
+    def train(images, labels):
+        return strategy.run(train_step, args=(network, optimizer, images, labels))
+
+    return train, (dj.plan.batch(images), dj.plan.batch(labels))
+
+
 def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)

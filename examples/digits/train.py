@@ -104,6 +104,20 @@ class Trainer:
         self.test_accuracy.update(self.network.apply(state, images, train=False), labels)
 
 
+def plan(strategy: dj.Strategy):
+    """What `python -m distjax plan examples/digits/train.py:plan` compiles: 8 images a replica."""
+    images, labels = data.blank(8 * strategy.num_replicas_in_sync)
+    with strategy.scope():
+        network = model.ConvNet(axis_name=strategy.axis_name)
+        initial = model.initialize(network, images, seed=0)
+        trainer = Trainer(network, model.make_optimizer(num_steps=220), initial)
+
+    def train(images, labels):
+        return strategy.reduce("mean", strategy.run(trainer.train_step, args=(images, labels)))
+
+    return dj.jit(train), (dj.plan.batch(images), dj.plan.batch(labels))
+
+
 def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)

@@ -33,8 +33,7 @@ STRATEGIES = (*OF_DEVICES, *OF_A_JOB, "virtual", "one_device")
 OUT = Path(__file__).parent / "out"
 
 
-def parse(description: str) -> argparse.Namespace:
-    """The options of one training run."""
+def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,6 +55,17 @@ def parse(description: str) -> argparse.Namespace:
     add("--dump-losses", type=Path, metavar="FILE", help="write the logged losses as JSON")
     add("--sample", type=int, default=300, help="characters to write at the end (300)")
     add("--seed", type=int, default=0)
+    return parser
+
+
+def defaults() -> argparse.Namespace:
+    """The options of a training run without any on the command line."""
+    return _parser("").parse_args([])
+
+
+def parse(description: str) -> argparse.Namespace:
+    """The options of one training run."""
+    parser = _parser(description)
     options = parser.parse_args()
     is_whole = options.strategy == "one_device" or options.strategy in OF_A_JOB
     parts = options.micro_batches * (1 if is_whole else options.replicas)

@@ -104,6 +104,15 @@ def saved_and_resumed(
                 checkpointer.save(step, state)
 
 
+def plan(strategy: dj.Strategy):
+    """What `python -m distjax plan examples/language_model/train.py:plan` compiles."""
+    chosen = options.defaults()
+    with strategy.scope():
+        trainer = Trainer(chosen)
+    windows = np.zeros((8 * strategy.num_replicas_in_sync, chosen.context + 1), np.int32)
+    return lambda x: strategy.run(trainer.train_step, args=(x,)), (dj.plan.batch(windows),)
+
+
 def main() -> None:
     """Trains, tests, writes some text."""
     chosen = options.parse(__doc__)

@@ -150,10 +150,10 @@ def type_bytes(hlo_type: str) -> int:
       >>> type_bytes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/bf16[], s4[3])")
       28
     """
-    return sum(_array_bytes(array["dtype"], array["dims"]) for array in _ARRAY.finditer(hlo_type))
+    return sum(array_bytes(array["dtype"], array["dims"]) for array in _ARRAY.finditer(hlo_type))
 
 
-def _array_bytes(dtype: str, dims: str) -> int:
+def array_bytes(dtype: str, dims: str) -> int:
     num_elements = math.prod(int(dim.strip("<= ")) for dim in dims.split(",") if dim)
     return math.ceil(num_elements * _element_bits(dtype) / 8)
 

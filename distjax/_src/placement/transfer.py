@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 
 from distjax._src import jax_compat
 from distjax._src.placement.topology import Topology
-from distjax._src.traced_types import is_struct
+from distjax._src.traced_types import is_struct, struct
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 
@@ -38,12 +38,21 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     """
     if is_struct(value):
         return value.update(sharding=sharding)
+    if sharding is not None and jax_compat.only_compiles(sharding.device_set):
+        return _described(value, sharding)
     if sharding is None or sharding.is_fully_addressable:
         return _put([value], sharding)[0]
     if _is_global(value):
         return jax.device_put(value, sharding)
     host = _on_host(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _described(value: PyTree, sharding: Sharding) -> Any:
+    """Returns what stands for `value` on devices that only compile; traced values are placed."""
+    if isinstance(value, jax_compat.Tracer) or jax_compat.staging():
+        return jax.device_put(value, sharding)
+    return struct(np.shape(value), jax.typeof(value).dtype, sharding)
 
 
 def copied(array: jax.Array, sharding: Sharding | None = None) -> jax.Array:
@@ -65,7 +74,9 @@ def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
 
 def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
     """Places `values` as `transfer` does; within one process, all in a single transfer."""
-    if sharding is not None and not sharding.is_fully_addressable:
+    if sharding is not None and (
+        not sharding.is_fully_addressable or jax_compat.only_compiles(sharding.device_set)
+    ):
         return [transfer(value, sharding) for value in values]
     return _put(values, sharding)
 
@@ -90,6 +101,8 @@ def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
       axis: which axis of `rows`, and of the result, runs over the replicas.
     """
     sharding = topology.split_along(axis)
+    if jax_compat.only_compiles(topology.devices):
+        return transfer(rows, sharding)
     if not topology.spans_processes:
         return jax.device_put(rows, sharding)
     host, place = _on_host(rows), {r: i for i, r in enumerate(topology.local_replicas)}

@@ -1,0 +1,237 @@
+"""What a plan is made of: a function of the user's that returns a step and its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax._src import jax_compat
+from distjax._src.objects.stateful import is_stateful
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.transfer import transfer
+from distjax._src.replica.arguments import function_name, is_array_or_struct
+from distjax._src.strategies.strategy import Strategy
+from distjax._src.traced_types import struct
+from distjax._src.typing import PyTree
+from distjax._src.variables.variable import Variable
+from distjax.errors import BatchError, describe_value, message
+
+Target = Callable[[Strategy], tuple[Callable[..., Any], Any]]
+_FORM = "def plan(strategy): return step, (dj.plan.batch(images), ...)"
+
+
+class GlobalBatch:
+    """A batch for all replicas, as among a target's arguments: see `batch`."""
+
+    def __init__(self, tree: PyTree):
+        self.tree = tree
+
+
+def batch(tree: PyTree) -> Any:
+    """Returns a global batch, which a plan splits over the replicas as a dataset would.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s [B, ...] for all replicas together.
+
+    Example:
+      >>> def target(strategy):
+      ...     rows = 32 * strategy.num_replicas_in_sync
+      ...     step = lambda x: strategy.run(lambda x: x.sum(), args=(x,))
+      ...     return step, (dj.plan.batch(jax.ShapeDtypeStruct((rows, 8), jnp.float32)),)
+    """
+    return GlobalBatch(tree)
+
+
+def load(target: str) -> Target:
+    """Returns the function that a "module:function" or "file.py:function" names.
+
+    Raises:
+      ValueError: there is no such module, file or function.
+    """
+    where, colon, name = target.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(_target_text(target, f"{target!r}"))
+    is_file = where.endswith(".py")
+    folder = os.path.dirname(os.path.abspath(where)) if is_file else os.getcwd()
+    sys.path.insert(0, folder)  # as if it were run from there
+    if is_file:
+        if not os.path.isfile(where):
+            raise ValueError(_target_text(target, f"no file {where}"))
+        module = os.path.splitext(os.path.basename(where))[0]
+        spec: Any = importlib.util.spec_from_file_location(module, where)
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[module] = loaded
+        spec.loader.exec_module(loaded)
+    else:
+        try:
+            loaded = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not where.startswith(error.name):
+                raise
+            raise ValueError(_target_text(target, f"no module {error.name!r}")) from error
+    if not hasattr(loaded, name):
+        raise ValueError(_target_text(target, f"nothing called {name} in {where}"))
+    return getattr(loaded, name)
+
+
+def _target_text(target: str, got: str) -> str:
+    return message(
+        f"target {target!r} needs to be module:function or file.py:function",
+        got=got,
+        why="the plan is made of what that function returns: a step and its arguments",
+        fix=f"train.py:plan, with {_FORM} in train.py",
+    )
+
+
+def require_target(target: PyTree) -> Any:
+    """Returns a target.
+
+    Raises:
+      TypeError: it is no function of one strategy.
+    """
+    if callable(target):
+        try:
+            inspect.signature(target).bind(None)
+            return target
+        except TypeError:
+            got = f"{function_name(target)}{inspect.signature(target)}"
+        except ValueError:  # a callable without a signature
+            return target
+    else:
+        got = describe_value(target)
+    raise TypeError(
+        message(
+            "a target needs to be a function of a strategy",
+            got=got,
+            why="it is called once for each strategy that is planned",
+            fix=_FORM,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a target returned for one strategy.
+
+    Attributes:
+      fn: what the training loop calls.
+      args: its arguments, with `GlobalBatch`es among them.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The examples of the global batches; None: there is no batch."""
+        trees = (x.tree for x in self._flat() if isinstance(x, GlobalBatch))
+        sizes = {np.shape(leaf)[:1] for tree in trees for leaf in jax.tree.leaves(tree)}
+        return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
+
+    def _flat(self) -> list[Any]:
+        return jax.tree.leaves(self.args, is_leaf=_is_one)
+
+    def placed(self, strategy: Strategy, per_replica: int | None = None) -> tuple[Any, ...]:
+        """Returns the arguments as a loop passes them, described only.
+
+        Args:
+          strategy: the strategy.
+          per_replica: examples of each replica, in place of those of the target.
+        """
+
+        def place(value: PyTree) -> Any:
+            if isinstance(value, GlobalBatch):
+                cut = lambda x: _rows(x, strategy, per_replica)
+                return jax.tree.map(cut, value.tree)
+            if is_array_or_struct(value):
+                topology = strategy.extended.topology
+                sharding = getattr(value, "sharding", None)
+                if getattr(sharding, "device_set", None) == {*topology.devices}:
+                    return value
+                return transfer(value, topology.mirrored)
+            return value
+
+        return jax.tree.map(place, self.args, is_leaf=_is_one)
+
+
+def take_step(target: Target, strategy: Strategy) -> Step:
+    """Calls a target and returns its step.
+
+    Raises:
+      TypeError: it returned something else.
+    """
+    with _optimizers_described():
+        found: Any = target(strategy)
+    is_pair = isinstance(found, tuple) and len(found) == 2 and callable(found[0])
+    if not is_pair or not isinstance(found[1], (tuple, list)):
+        got = f"{describe_value(found)}" if not is_pair else f"arguments {found[1]!r}"
+        raise TypeError(
+            message(
+                f"{function_name(target)} needs to return (function, arguments)",
+                got=got,
+                why="a plan compiles the function for the arguments, as a call of the loop would",
+                fix=f"{_FORM}: note the comma behind a single argument",
+            )
+        )
+    return Step(found[0], tuple(found[1]))
+
+
+@contextlib.contextmanager
+def _optimizers_described() -> Generator[None]:
+    """A context in which an `nnx.Optimizer` of a described module makes no arrays.
+
+    Its slots are made eagerly, each like a parameter and where that is: nothing can be there.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield
+        return
+    plain = nnx.Optimizer.__init__
+
+    @functools.wraps(plain)
+    def describe(self: Any, model: PyTree, tx: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
+        if jax_compat.tracing():  # in `dj.flax.create`, which makes no arrays either
+            return plain(self, model, tx, *args, **kwargs)
+        described = tx._replace(init=functools.partial(jax.eval_shape, tx.init))
+        plain(self, model, described, *args, **kwargs)
+        self.tx = tx
+
+    nnx.Optimizer.__init__ = describe
+    try:
+        yield
+    finally:
+        nnx.Optimizer.__init__ = plain
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, (GlobalBatch, PerReplica, Variable)) or is_stateful(value)
+
+
+def _rows(leaf: PyTree, strategy: Strategy, per_replica: int | None) -> PerReplica:
+    """Returns the rows of each replica of one array [B, ...] of a global batch."""
+    topology = strategy.extended.topology
+    count, shape = topology.num_replicas, np.shape(leaf)
+    if per_replica is None and (not shape or shape[0] % count or not shape[0]):
+        raise BatchError(
+            message(
+                f"a global batch needs a number of examples that {count} replicas divide",
+                got=f"an array of shape {shape}",
+                why="all replicas run one program, so their batches have one shape",
+                fix=f"dj.plan.batch of {-(-max(shape[:1], default=1) // count) * count} examples, "
+                "or of 8 * strategy.num_replicas_in_sync",
+            )
+        )
+    rows = (count, per_replica or shape[0] // count, *shape[1:])
+    dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", np.asarray(leaf).dtype))
+    return PerReplica(struct(rows, dtype, topology.per_replica), topology)

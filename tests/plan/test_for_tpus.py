@@ -1,0 +1,45 @@
+"""Plans for TPU slices, with libtpu: `make plan-test`. One process at a time may load it."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+from distjax._src.plan import topologies
+from tests.plan.test_plan import of_variables
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install 'distjax[plan]' (Linux only)",
+)
+
+
+def test_a_slice_is_planned():
+    report = dj.plan.plan(of_variables, "v5e:2x2", strategies=["mirrored", "zero3"])
+    mirrored, zero3 = report.plans
+    assert report.libtpu.startswith(f"{topologies.LIBTPU}.") and report.fits
+    assert mirrored.memory.limit_bytes == int(15.75 * 2**30)
+    for plan in (mirrored, zero3):
+        assert plan.memory.peak_bytes == sum(plan.memory.by_cause.values())
+        assert 0 <= plan.memory.by_cause["unattributed"] <= 0.1 * plan.memory.peak_bytes
+        assert plan.seconds_at_least["step"] > 0
+    state = lambda plan: plan.memory.by_cause["parameters"] + plan.memory.by_cause["optimizer"]
+    assert state(mirrored) == 4 * state(zero3)
+
+
+def test_what_does_not_fit_is_an_answer():
+    def target(strategy):
+        step = lambda x: strategy.run(lambda x: (x @ x.T) @ (x @ x.T), args=(x,))
+        rows = jax.ShapeDtypeStruct((2**17 * strategy.num_replicas_in_sync, 8), jnp.float32)
+        return step, (dj.plan.batch(rows),)
+
+    (plan,) = dj.plan.plan(target, "v5e:2x2", strategies=["mirrored"]).plans
+    assert plan.fits is False
+    assert plan.memory.peak_bytes > plan.memory.limit_bytes
+
+
+def test_there_is_no_such_slice():
+    with pytest.raises(ValueError, match="topology 'v5e:3x3' needs to be a kind of device"):
+        dj.plan.plan(of_variables, "v5e:3x3")

@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[1]
+_LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -54,14 +55,15 @@ def _linked(text: str) -> str:
     text = re.sub(r"\]\((?:\.\./)+docs/", "](../", text)
     text = re.sub(r"\]\((\w+)/README\.md\)", r"](\1.md)", text)
     text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
-    return re.sub(r"\]\((\w+)\.py\)", r"](#\1_py)", text)
+    return re.sub(r"\]\((\w+)\.(py|sh|yaml)\)", r"](#\1_\2)", text)
 
 
 def _example(readme: pathlib.Path) -> str:
     sources = [
-        f"## {path.name} {{ #{path.stem}_py data-search-exclude }}\n\n"
-        f"```python\n{path.read_text()}```\n"
-        for path in sorted(readme.parent.glob("*.py"))
+        f"## {path.name} {{ #{path.stem}_{path.suffix[1:]} data-search-exclude }}\n\n"
+        f"```{_LANGUAGES[path.suffix]}\n{path.read_text()}```\n"
+        for path in sorted(readme.parent.iterdir())
+        if path.suffix in _LANGUAGES
     ]
     return "\n".join([_linked(readme.read_text()), *sources])
 

@@ -58,7 +58,6 @@ FLOORS = {
     "diagnostics": 9,
     "parts": 9,
     "plan": 11,
-    "__main__": 12,
     "servers": 9,
     "testing": 11,
     "compat": 11,

@@ -513,4 +513,4 @@ def test_a_command_that_is_unknown():
         [sys.executable, "-m", "distjax", "lunch"], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 2
-    assert "distjax needs one of its commands: launch, info, doctor." in ended.stderr
+    assert "distjax needs one of its commands: launch, plan, info, doctor." in ended.stderr

@@ -201,7 +201,7 @@ class _OneStrategy:
         with strategy.scope():
             lowered = lower_step(step.fn, args, {}, None, notes, "plan")
         arguments = arguments_of(lowered, notes, step.fn, args)
-        written = list_lowered(lowered, notes.merge_lines)
+        written = list_lowered(lowered, notes.merge_lines, notes.axis_sizes)
         own: dict[str, Any] = dict(
             compiler_options=options,
             written=_grouped(written, topology.axis_name),
@@ -236,7 +236,7 @@ class _OneStrategy:
         memory = read_memory((compiled.memory_analysis(), schedule), arguments, self._limit, None)
         found = list(
             zip(
-                list_compiled(text, notes.merge_lines),
+                list_compiled(text, notes.merge_lines, notes.axis_sizes),
                 collective_instructions(text),
                 strict=True,
             )
@@ -313,7 +313,7 @@ def _grouped(collectives: Sequence[Collective], axis: str) -> tuple[PlannedColle
         PlannedCollective(
             kind,
             sum(c.result_bytes for c in those),
-            getattr(those[0], "over", None) or axis,
+            those[0].over or axis,
             len(those),
             () if line == UNKNOWN else (line,),
         )

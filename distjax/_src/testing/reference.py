@@ -94,13 +94,14 @@ class ReferenceStrategy(Strategy):
         self._reference = extended = ReferenceExtended(num_replicas)
         super().__init__(extended)
 
-    def describe(self) -> StrategyDescription:
+    def describe(self, only: str = "", *, full: bool = False) -> StrategyDescription:
         """Returns a table of the replicas and variables: see `Strategy.describe`.
 
         The bytes of a variable are those of its components; components that share an array
         count once.
         """
-        return describe(self._extended, [v.describe() for v in self._reference.created])
+        found = [v.describe() for v in self._reference.created]
+        return describe(self._extended, found, only, full)
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"

@@ -387,7 +387,7 @@ def test_the_command_writes_what_it_says(script):
         cwd=script,
     )
     assert done.returncode == 0, done.stderr
-    assert "cpu:16 (16 chips): mirrored needs" in done.stdout
+    assert "cpu:16 (16 chips): no limit of memory to compare with" in done.stdout
     found = json.loads((script / "p.json").read_text())
     assert (found["target"], found["plans"][0]["chips"]) == ("train.py:plan", 16)
     assert (script / "p.html").read_text().startswith("<!doctype html>")

@@ -5,7 +5,15 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from distjax._src.plan.report import CAUSES, Plan, Report, answer, cause_of, memory_rows
+from distjax._src.plan.report import (
+    CAUSES,
+    Plan,
+    Report,
+    answer,
+    cause_of,
+    error_tables,
+    memory_rows,
+)
 from distjax._src.tables import Table, as_html, format_bytes
 
 _STYLE = """
@@ -52,7 +60,7 @@ def _sections(report: Report) -> Iterator[str]:
         kind = "answer" if any(p.fits for p in plans) else "answer no"
         yield f"<p class='{kind}'>{html.escape(answer(plans))}</p>"
         yield _figure("memory of a chip by cause", _bars(plans), _key())
-        yield _wide([Table("", *memory_rows(plans))])
+        yield _wide([Table("", *memory_rows(plans)), *error_tables(plans)])
     if len({p.chips for p in report.plans}) > 1:
         yield "<h2>Over numbers of chips</h2>"
         yield _figure("peak memory of a chip, by strategy", _scaling(report.plans))

@@ -201,6 +201,7 @@ class Report:
             plans = [p for p in self.plans if (p.topology, p.slices) == key]
             yield Table(answer(plans))
             yield Table("memory of a chip by cause:", *memory_rows(plans))
+            yield from error_tables(plans)
         shown = self.shown
         if shown is None or shown.memory is None:
             return
@@ -225,17 +226,26 @@ def answer(plans: Sequence[Plan]) -> str:
     times = f"{first.slices} x " if first.slices > 1 else ""
     each = f", {format_bytes(limit)} each" if limit else ""
     where = f"{times}{first.topology} ({first.chips} chips{each})"
-    told = [_one_answer(p) for p in plans if p.memory is not None]
+    planned = [p for p in plans if p.memory is not None]
+    told = [_one_answer(p) for p in planned] if limit else []
+    if planned and not limit:
+        told = ["no limit of memory to compare with"]
     failed = [p.name for p in plans if p.error]
-    others = f"; no plan for {', '.join(failed)} (see below)" if failed else ""
-    return f"{where}: {'; '.join(told)}{others}"
+    others = [f"no plan for {', '.join(failed)} (see below)"] if failed else []
+    return f"{where}: {'; '.join([*told, *others])}"
+
+
+def error_tables(plans: Sequence[Plan]) -> Iterator[Table]:
+    """Yields why there is no plan for some strategies, and what helps."""
+    for plan in plans:
+        if plan.error:
+            rows = tuple((line.strip(),) for line in plan.error.splitlines())
+            yield Table(f"no plan for {plan.name}:", (), rows)
 
 
 def _one_answer(plan: Plan) -> str:
     memory = plan.memory
-    assert memory is not None
-    if memory.limit_bytes is None:
-        return f"{plan.name} needs {format_bytes(memory.peak_bytes)}"
+    assert memory is not None and memory.limit_bytes is not None
     rest = memory.limit_bytes - memory.peak_bytes
     if plan.fits:
         return f"{plan.name} fits, {format_bytes(max(rest, 0))} free"
@@ -248,8 +258,7 @@ def memory_rows(plans: Sequence[Plan]) -> tuple[tuple[str, ...], tuple[tuple[str
     rows = []
     for plan in plans:
         if plan.memory is None:
-            rows.append((plan.name, "?", plan.error.partition("\n")[0][:100]))
-            rows[-1] += ("",) * (len(header) - 3)
+            rows.append((plan.name, "?", *[""] * (len(header) - 2)))
             continue
         parts = plan.memory.by_cause
         best = plan.largest_batch_per_replica

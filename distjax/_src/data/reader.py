@@ -319,6 +319,8 @@ class Reader:
         is_behind = self._is_one_shot  # until it is read, another position can be set
         position = dataclasses.replace(position, epoch=epoch)
         if position.source is not None and keeps_position(iterator):
+            # Ctrl-C may leave the source elsewhere: this reader, if it stays, goes back by itself.
+            self._is_behind |= iterator is self._iterator and self._made.source is not None
             _require_reachable(iterator, position)
             is_behind = True
         elif not is_behind:

@@ -36,7 +36,7 @@ def test_results_of_a_closure(capsys, by_value):
     results = dj.launch.notebook_launcher(total, (10,), 2, devices_per_process=2)
     assert results == [(0, 17.0), (1, 17.0)]
     said = capsys.readouterr().out.splitlines()
-    assert sorted(said) == ["[0] hello", "[1] hello"]
+    assert {"[0] hello", "[1] hello"} <= set(said)  # gloo may add pieces of a line of its own
 
 
 def test_the_first_error_has_its_class(by_value):

@@ -88,7 +88,7 @@ def notebook_launcher(
 
 
 def _show(index: int, line: bytes) -> None:
-    if not line.startswith(b"[Gloo] "):
+    if not (line.startswith(b"[Gloo] ") or b" peer ranks. Expected number of " in line):
         print(f"[{index}] {line.decode(errors='replace')}", flush=True)
 
 

@@ -33,7 +33,8 @@ def describe() -> dict[str, Any]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = distjax.__version__ if name == "distjax" else "not installed"
+            found[name] = "not installed"
+    found["distjax"] = distjax.__version__  # of the code that runs, also in an edited clone
     found["system"] = platform.platform()
     found["host"] = socket.gethostname()
     available, total = memory()

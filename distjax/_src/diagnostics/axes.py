@@ -33,7 +33,7 @@ def axes_of(groups: str, sizes: Mapping[str, int]) -> str:
     named = _AXES.search(groups)
     if not sizes or (named and "sub_axis" not in named[1]):
         return ", ".join(re.findall(r'name = "([^"]*)"', named[1])) if sizes and named else ""
-    found = _groups(groups, int(np.prod([*sizes.values()])))
+    found = groups_of(groups, int(np.prod([*sizes.values()])))
     if found is None:
         return ""
     names = [name for name, size in sizes.items() if size > 1]
@@ -48,8 +48,8 @@ def axes_of(groups: str, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def _groups(text: str, count: int) -> set[frozenset[int]] | None:
-    """Returns the groups of device numbers; None: not understood."""
+def groups_of(text: str, count: int) -> set[frozenset[int]] | None:
+    """Returns the groups of `count` devices, as in `axes_of`; None: not understood."""
     text = text.strip()
     if text.startswith("{}"):
         return {frozenset(range(count))}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distjax._src.diagnostics.axes import groups_of
 from distjax._src.diagnostics.collectives import Collective
 from distjax._src.placement.topology import Topology
 from distjax._src.plan.arguments import Argument
@@ -153,9 +154,6 @@ def _form(shape: Sequence[int]) -> tuple[int, ...]:
 
 # -- collectives ------------------------------------------------------------------
 
-_FIRST_GROUP = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 #: What hands on a value as it is, more or less.
 _HANDS_ON = frozenset(
     "copy copy-start copy-done bitcast convert reshape transpose broadcast slice pad "
@@ -287,21 +285,10 @@ def _axes(rest: str, topology: Topology) -> str:
     return ",".join(moved) or "none"
 
 
-def _first_group(rest: str, size: int) -> set[int]:
-    """Returns the devices with which device 0 exchanges: in HLO they are spelled in three ways."""
-    if found := _MESH.search(rest):
-        axes = re.findall(r"'([^']*)'=(\d+)", found[1])
-        ids = np.arange(size).reshape([int(n) for _, n in axes])
-        named = re.findall(r"'([^']*)'", found[2])
-        return set(ids[tuple(slice(None) if a in named else 0 for a, _ in axes)].flatten().tolist())
-    if found := _IOTA.search(rest):
-        ids = np.arange(size).reshape([int(n) for n in found[3].split(",")])
-        if found[4]:
-            ids = ids.transpose([int(n) for n in found[4].split(",")])
-        groups = ids.reshape(int(found[1]), int(found[2]))
-        return set(next(g for g in groups if 0 in g).tolist())
-    found = _FIRST_GROUP.search(rest)
-    return {int(n) for n in found[1].split(",")} if found and found[1] else set(range(size))
+def _first_group(rest: str, size: int) -> frozenset[int]:
+    """Returns the devices with which device 0 exchanges; all of them if that is not told."""
+    groups = groups_of(rest.partition("replica_groups=")[2], size) or ()
+    return next((group for group in groups if 0 in group), frozenset(range(size)))
 
 
 # -- times --------------------------------------------------------------------------

@@ -133,10 +133,12 @@ OF_GROUPS = ("test_merging", "test_running", "test_updating")
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample.
 
-    A module that has a fixture ``strategy`` of its own chooses itself.
+    A module that has a fixture ``strategy`` of its own chooses itself, and so does `check/conftest.py`.
     """
-    if "strategy" in metafunc.fixturenames and "strategy" not in vars(metafunc.module):
-        is_law = metafunc.definition.path.parent.name == "conformance"
+    folder = metafunc.definition.path.parent.name
+    is_own = "strategy" in vars(metafunc.module) or folder == "check"
+    if "strategy" in metafunc.fixturenames and not is_own:
+        is_law = folder == "conformance"
         laws = [row for row in STRATEGIES if row not in SAME_PROGRAM and row not in OTHER_COUNTS]
         rows = [*laws, *SPANNING] if is_law else SAMPLE
         if PLATFORM != "cpu":  # one process to a machine's accelerators

@@ -11,7 +11,6 @@ unless an inner function read distjax's state in that trace (`forget_inner_trace
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ import jax
 from jax import core
 
 from distjax._src import hooks, jax_compat
-from distjax._src.typing import PyTree
 
 _PREFIX = "_distjax_trace_"
 
@@ -35,18 +33,14 @@ def trace_jaxpr(
 ) -> tuple[jax_compat.Jaxpr, list[Any]]:
     """Traces `fn` under a name of its own; returns its jaxpr and the constants it closed over.
 
-    A trace that is made only for shapes proves nothing to those that listen (see `hooks`).
+    If `fn` keeps values of the trace, it calls `begin_trace` first, as a `TraceState` does. It is a
+    new function each time, since JAX's caches go by it. A trace that is made only for shapes proves
+    nothing to those that listen (see `hooks`).
     """
     own = _TraceName()
-
-    def named(*args: PyTree) -> Any:
-        own.trace = jax_compat.current_trace()
-        return fn(*args)
-
-    functools.update_wrapper(named, fn)
     try:
         with hooks.only_shapes() if only_shapes else contextlib.nullcontext():
-            closed = jax.make_jaxpr(named, axis_env=[*axis_env, (own.name, 1)])(*avals)
+            closed = jax.make_jaxpr(fn, axis_env=[*axis_env, (own.name, 1)])(*avals)
     except BaseException:
         own.is_reusable = False
         raise
@@ -91,6 +85,15 @@ class _TraceName:
         self.trace = None
         if self.is_reusable:
             self._free.append(self.name)
+
+
+def begin_trace() -> core.Trace:
+    """Returns the current trace, known from now on as that of the innermost `trace_jaxpr`."""
+    trace, thread = jax_compat.current_trace(), threading.get_ident()
+    own = next((x for x in reversed(tuple(_TraceName.under_way)) if x.thread == thread), None)
+    if own is not None and own.trace is None:
+        own.trace = trace
+    return trace
 
 
 def forget_inner_traces(trace: core.Trace) -> None:

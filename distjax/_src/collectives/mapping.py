@@ -346,7 +346,7 @@ def widen_reductions(
 
     def widened(*local: jax.Array) -> Sequence[Any]:
         own = cast(local, jnp.bfloat16)
-        jaxpr, consts = inner_traces.trace_jaxpr(fn, own)
+        jaxpr, consts = inner_traces.trace_jaxpr(lambda *own: fn(*own), own)
         return jax_compat.eval_jaxpr(_Rewriter(_in_float32).rewrite(jaxpr), consts, own)
 
     return widened, cast(args, jnp.float32)
@@ -443,7 +443,7 @@ def _without_collectives(
         return _on_one_replica(eqn) if any(tuple(x) == (axis_name,) for x in named) else None
 
     def alone(*local: jax.Array) -> Sequence[Any]:
-        jaxpr, consts = inner_traces.trace_jaxpr(fn, local)
+        jaxpr, consts = inner_traces.trace_jaxpr(lambda *own: fn(*own), local)
         return jax_compat.eval_jaxpr(_Rewriter(rewrite).rewrite(jaxpr), consts, local)
 
     return alone

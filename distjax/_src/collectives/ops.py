@@ -90,6 +90,8 @@ def as_summand(op: ReduceOp, x: ArrayLike, method: str) -> jax.Array:
       TypeError: PRNG keys.
     """
     x = jnp.asarray(x)  # psum of a Python number would return a Python number
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(x.dtype)
     require_sums(x.dtype, method)
     if op is ReduceOp.MEAN:
         return x.astype(mean_dtype(x.dtype))

@@ -339,7 +339,7 @@ IN_A_MERGE = "a merge function"
 #: The frames that separate the merge function's stack from that of the program's caller.
 _MERGE_BOUNDARIES = (
     "UserMerge.emit",
-    "UserMerge._trace_for_shapes.<locals>.traced",
+    "UserMerge.trace_for_shapes.<locals>.traced",
     "call_as_reduction.<locals>.call",
 )
 _SCOPE = re.compile(r"distjax_merge_(\d+)")

@@ -428,7 +428,8 @@ class Optimizer:
 
     def _flush_in_trace(self) -> None:
         assert self._accumulation is not None
-        self._accumulation.flush(self._reduce, functools.partial(self._update, extra={}))
+        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
+        self._accumulation.flush(reduce, self._make_update({}))
 
     def _require_weight(self, weight: PyTree) -> None:
         require(
@@ -507,17 +508,17 @@ class Optimizer:
                 self._step_in_trace(list(grads), extra, weight)
 
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any], weight: PyTree) -> None:
-        apply = functools.partial(self._update, extra=extra)
+        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
+        update = self._make_update(extra)
         if self._accumulation is None:
-            apply(list(self._reduce(list(zip(grads, self._variables, strict=True)))))
+            update(list(reduce(list(zip(grads, self._variables, strict=True)))))
         else:
-            self._accumulation.step(grads, weight, self._reduce, apply)
+            self._accumulation.step(grads, weight, reduce, update)
 
-    def _reduce(self, pairs: Sequence[tuple[Any, Variable]]) -> Sequence[Any]:
-        return self._strategy.extended.batch_reduce_to(self._op, pairs)
-
-    def _update(self, reduced: list[Any], extra: dict[str, Any]) -> None:
-        update_variables(self._tx, self._require_state(), self._tree, reduced, extra)
+    def _make_update(self, extra: dict[str, Any]) -> Callable[[list[Any]], None]:
+        """Returns what takes reduced gradients and updates variables and state."""
+        state = self._require_state()
+        return functools.partial(update_variables, self._tx, state, self._tree, extra=extra)
 
     def __repr__(self) -> str:
         names = [v.name for v in self._variables]

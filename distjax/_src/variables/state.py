@@ -118,7 +118,7 @@ class TraceState:
         creations: CreationLog | None = None,
     ):
         self.local_view = local_view
-        self.trace = jax_compat.current_trace()
+        self.trace = inner_traces.begin_trace()
         self.parent = parent
         self.creations = creations
         self.holds_whole = parent is not None and parent.holds_whole
@@ -139,17 +139,17 @@ class TraceState:
         return self._value(variable)
 
     def _value(self, variable: TracedVariable) -> Any:
-        if variable not in self._values:
-            self.read_order.append(variable)
-            self._values[variable] = self._initial(variable)
-        return self._values[variable]
-
-    def _initial(self, variable: TracedVariable) -> Any:
+        if variable in self._values:
+            return self._values[variable]
+        self.read_order.append(variable)
         if self.parent is not None:
-            return self.parent._value(variable)
-        aval = variable.traced_type(local=self.local_view)
-        with jax_compat.in_trace(self.trace):
-            return variable_p.bind(variable=WeakVariable(variable), aval=aval)
+            value = self.parent._value(variable)
+        else:
+            aval = variable.traced_type(local=self.local_view)
+            with jax_compat.in_trace(self.trace):
+                value = variable_p.bind(variable=WeakVariable(variable), aval=aval)
+        self._values[variable] = value
+        return value
 
     def gather(self, variable: TracedVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
@@ -190,7 +190,8 @@ class TraceState:
 
     def write(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets a new value of `variable`."""
-        self.require_writable(variable)
+        if jax_compat.trace_state.value is not self.trace:
+            self.require_writable(variable)
         self._renew_readers(variable)
         self._values[variable] = value
         self.written[variable] = None

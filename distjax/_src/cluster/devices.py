@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.cluster.job import job
+from distjax._src.cluster.job import job, tell_in_a_job
 from distjax._src.cluster.joining import (
     is_settled,
     is_used,
@@ -207,6 +207,6 @@ def _unjoined_text(name: str, told: str) -> str:
 
 
 hooks.on_all_devices.append(join_for)
-hooks.on_topology.append(warm_up_groups_of)
+tell_in_a_job(hooks.on_topology, warm_up_groups_of)
 hooks.on_local_devices.append(warn_of_own_devices)
 hooks.on_new_program.append(warn_unless_joined)

@@ -287,6 +287,8 @@ class ServerStorage(StoredArray):
         device: jax.Device,
     ):
         super().__init__(variable, lock)
+        if _launch_at_servers not in hooks.launchers:  # no program needs it before
+            hooks.launchers.append(_launch_at_servers)
         self.parts = parts
         everywhere = range(len(servers))
         #: Its parts, each with the number of its server.
@@ -448,5 +450,3 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
 
     return launch
 
-
-hooks.launchers.append(_launch_at_servers)

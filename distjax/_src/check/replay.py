@@ -24,7 +24,7 @@ from jax import lax
 from distjax._src import jax_compat, user_lines
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.collectives.ops import OWN_INDEX
-from distjax._src.context.expectation import current_reason, reason_in
+from distjax._src.context.reporting import current_reason, reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, Flow
 from distjax._src.placement.topology import Topology

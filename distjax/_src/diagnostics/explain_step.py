@@ -22,8 +22,8 @@ import jax
 
 from distjax._src import hooks, jax_compat, user_lines
 from distjax._src.context import frames
+from distjax._src.context.frames import require_strategy
 from distjax._src.context.reporting import Finding
-from distjax._src.context.scoping import require_strategy
 from distjax._src.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax._src.diagnostics.explanation import (
     Cut,
@@ -58,11 +58,11 @@ from distjax._src.replica.arguments import (
     user_path,
 )
 from distjax._src.replica.global_value import GlobalValue
-from distjax._src.replica.run import TracedRun
+from distjax._src.replica.trace import TracedRun
 from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
 from distjax.errors import ContextError, UnsupportedError, message
 

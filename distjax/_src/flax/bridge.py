@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import StrategyLike
 from distjax._src.flax import rules
 from distjax._src.flax.graphs import (
     FlatGraph,
@@ -134,7 +134,7 @@ class SplitNNX:
     def holding(self, leaves: Sequence[Any], context: ReplicaContext | None) -> Generator[None]:
         """A context in which the objects hold traced values."""
         # An inner function that closes over an object would leak these tracers to later traces.
-        inner_traces.forget_inner_traces(jax_compat.current_trace())
+        traces.forget_inner_traces(jax_compat.current_trace())
         graph = nnx.iter_graph(tuple(self._objects), graph=True)
         nodes = {path: node for path, node in graph if isinstance(node, nnx.Pytree)}
         variables = [v for v in self._variables if isinstance(v, nnx.Variable)]

@@ -15,7 +15,7 @@ from distjax._src import jax_compat
 from distjax._src.cluster.ledger import phase
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_program
 from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
+from distjax._src.context.frames import ExtendedLike, StrategyLike
 from distjax._src.flax import specs
 from distjax._src.flax.graphs import (
     forget_strategies,
@@ -32,7 +32,7 @@ from distjax._src.placement.per_replica import PerReplica, is_per_replica, requi
 from distjax._src.placement.transfer import transfer
 from distjax._src.replica.arguments import is_array
 from distjax._src.strategies.values import place_rows, require_rows
-from distjax._src.traced_types import struct
+from distjax._src.traces import struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.layouts import Layout
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from distjax._src import jax_compat
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import StrategyLike
 from distjax._src.jax_compat import Tracer
 from distjax._src.objects.walk import MAX_DEPTH
 from distjax._src.placement.topology import is_host_memory

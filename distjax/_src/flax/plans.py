@@ -21,7 +21,7 @@ from distjax._src import jax_compat
 from distjax._src.cluster.job import job
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_on_host
 from distjax._src.cluster.programs import record_write
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import StrategyLike
 from distjax._src.flax import rules, specs
 from distjax._src.flax.graphs import (
     FlatGraph,
@@ -44,7 +44,7 @@ from distjax._src.placement.transfer import transfer, without_alias
 from distjax._src.replica.global_value import AlreadyPlaced
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.reducing import reduction_layout
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import (
     Layout,

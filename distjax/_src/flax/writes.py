@@ -12,7 +12,7 @@ from jax import lax
 
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.collectives.reductions import CommunicationOptions, sum_over_replicas
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context.frames import StrategyLike
 from distjax._src.context.reporting import STATE, Finding, report
 from distjax._src.flax import rules
 from distjax._src.flax.plans import BARE, Entry, Plan, as_stored_output

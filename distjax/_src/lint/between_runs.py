@@ -15,8 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.reporting import STATE, Finding, num_reported, report
+from distjax._src.context.reporting import (
+    STATE,
+    Finding,
+    num_reported,
+    report,
+    without_expectations,
+)
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact
 from distjax._src.lint.findings import ALONE, expected_state_fix, state_why
 from distjax._src.placement.per_replica import PerReplica

@@ -14,9 +14,7 @@ import optax
 
 from distjax._src.collectives.ops import as_reduce_op
 from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.integers import require_int
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+from distjax._src.context.frames import StrategyLike
 from distjax._src.optim.slots import OptimizerState, make_state, update_variables
 from distjax._src.placement.per_replica import is_per_replica
 from distjax._src.program.jit import jit
@@ -25,7 +23,15 @@ from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.reducing import reduction_layout
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.strategies.values import is_mirrored
-from distjax._src.typing import ArrayLike, DTypeLike, PyTree, ReduceOpLike
+from distjax._src.typing import (
+    ArrayLike,
+    DTypeLike,
+    PyTree,
+    ReduceOp,
+    ReduceOpLike,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from distjax._src.variables.variable import Variable
 from distjax.errors import (
     ContextError,
@@ -34,6 +40,7 @@ from distjax.errors import (
     describe_value,
     message,
     require,
+    require_int,
 )
 
 

@@ -24,7 +24,7 @@ from distjax._src import jax_compat
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.jaxprs import Flow
 from distjax._src.placement.topology import Topology
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 

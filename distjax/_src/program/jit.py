@@ -17,10 +17,8 @@ from typing import Any
 import jax
 
 from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.frames import Frame
-from distjax._src.integers import is_int
+from distjax._src.context.frames import ExtendedLike, Frame, StrategyLike
+from distjax._src.context.reporting import without_expectations
 from distjax._src.objects.stateful import (
     call_of,
     is_placeholder,
@@ -47,13 +45,12 @@ from distjax._src.replica.arguments import (
     unmark,
     user_path,
 )
-from distjax._src.replica.run import run_in_trace
-from distjax._src.replica.trace import add_value_note
-from distjax._src.tracebacks import keep_user_lines
-from distjax._src.traced_types import is_struct
+from distjax._src.replica.trace import add_value_note, run_in_trace
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.state import TraceState
-from distjax.errors import LocalityError, message
+from distjax.errors import LocalityError, is_int, message
 
 # -- error notes --------------------------------------------------------------
 # Hints for JAX errors caused by how a step uses distjax.

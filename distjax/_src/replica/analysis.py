@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax._src import jax_compat, user_lines
-from distjax._src.context.expectation import says_equal
-from distjax._src.jax_compat import JaxprEqn, sub_jaxprs
+from distjax._src.context.reporting import says_equal
+from distjax._src.jax_compat import JaxprEqn, equations_of, sub_jaxprs
 from distjax._src.jaxprs import Flow
 from distjax.errors import DivergenceError, message
 
@@ -166,13 +166,10 @@ class Analysis(Flow[bool]):
 
     def collectives(self, jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
         """Yields the equations at which replicas wait for each other."""
-        for eqn in jaxpr.eqns:
+        for eqn in equations_of(jaxpr, lambda eqn: eqn.primitive.name != "shard_map"):
             waits = self.over_replicas(eqn) and eqn.primitive.name != "axis_index"
             if waits or eqn.primitive.name == MERGE_NAME:
                 yield eqn
-            if eqn.primitive.name != "shard_map":
-                for sub in sub_jaxprs(eqn):
-                    yield from self.collectives(sub)
 
 
 def _read_before(collective: str, construct: str) -> str:
@@ -193,9 +190,8 @@ def names_axis(eqn: JaxprEqn, axis_name: str) -> bool:
 
 def holds_merge(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a merge or contains one, at any depth."""
-    if eqn.primitive.name == MERGE_NAME:
-        return True
-    return any(holds_merge(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
+    inside = (e for sub in sub_jaxprs(eqn) for e in equations_of(sub))
+    return any(e.primitive.name == MERGE_NAME for e in (eqn, *inside))
 
 
 def is_declared_equal(eqn: JaxprEqn) -> bool:

@@ -12,8 +12,7 @@ from jax import lax
 from distjax._src.collectives import ops
 from distjax._src.collectives.ops import require_dense
 from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame, mixing_text, other_call_text
+from distjax._src.context.frames import Frame, StrategyLike, mixing_text, other_call_text
 from distjax._src.context.reporting import Finding, report
 from distjax._src.placement.per_replica import PerReplica, require_local
 from distjax._src.placement.transfer import require_held

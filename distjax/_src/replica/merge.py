@@ -19,11 +19,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from distjax._src import inner_traces, jax_compat, user_lines, user_mesh
+from distjax._src import jax_compat, traces, user_lines, user_mesh
 from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame
-from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.context.frames import Frame, ProgramModes, StrategyLike
 from distjax._src.jax_compat import JaxprEqn, ShapedArray, Zero
 from distjax._src.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax._src.placement.topology import Topology
@@ -342,7 +340,7 @@ class UserMerge:
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
         with user_mesh.outside_manual_axes():
-            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals, only_shapes=True)
+            jaxpr, _ = traces.trace_jaxpr(traced, avals, only_shapes=True)
         self._require_no_bare_collective(jaxpr)
         self.__dict__.update(found, jaxpr=None if varying else jaxpr)
 

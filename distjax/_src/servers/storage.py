@@ -449,4 +449,3 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
         return result, spec
 
     return launch
-

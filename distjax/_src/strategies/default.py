@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from distjax._src.collectives.ops import as_reduce_op
 from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.frames import Frame
+from distjax._src.context.frames import Destinations, Frame
+from distjax._src.context.reporting import without_expectations
 from distjax._src.data import dataset as datasets
 from distjax._src.data.options import ERROR, InputContext, InputOptions, as_input_options
 from distjax._src.placement.topology import (

@@ -14,8 +14,7 @@ import jax
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives.reductions import CommunicationOptions, as_communication_options
 from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.frames import Frame
+from distjax._src.context.frames import Destinations, Frame
 from distjax._src.data import dataset as datasets
 from distjax._src.data.options import InputOptions
 from distjax._src.objects.stateful import run_here

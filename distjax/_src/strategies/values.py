@@ -17,7 +17,7 @@ import numpy as np
 from distjax._src import hooks, jax_compat
 from distjax._src.collectives.ops import is_sparse
 from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike
+from distjax._src.context.frames import ExtendedLike
 from distjax._src.placement import topology as kinds
 from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax._src.placement.rows import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ShapedArray
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import LocalForm
@@ -118,7 +118,7 @@ class TraceState:
         creations: CreationLog | None = None,
     ):
         self.local_view = local_view
-        self.trace = inner_traces.begin_trace()
+        self.trace = traces.begin_trace()
         self.parent = parent
         self.creations = creations
         self.holds_whole = parent is not None and parent.holds_whole
@@ -136,14 +136,15 @@ class TraceState:
         trace = jax_compat.current_trace()
         if trace is not self.trace and type(trace) is type(self.trace):  # not that of grad, vmap
             self._read_inside.add(variable)
-        return self._value(variable)
+        return self._values[variable] if variable in self._values else self._initial(variable)
 
-    def _value(self, variable: TracedVariable) -> Any:
-        if variable in self._values:
-            return self._values[variable]
+    def _initial(self, variable: TracedVariable) -> Any:
+        """Returns the value at the start of the trace, kept from now on."""
         self.read_order.append(variable)
-        if self.parent is not None:
-            value = self.parent._value(variable)
+        parent = self.parent
+        if parent is not None:
+            is_known = variable in parent._values
+            value = parent._values[variable] if is_known else parent._initial(variable)
         else:
             aval = variable.traced_type(local=self.local_view)
             with jax_compat.in_trace(self.trace):
@@ -201,7 +202,7 @@ class TraceState:
         state: TraceState | None = self
         while state is not None:
             if variable in state._read_inside:
-                inner_traces.renew_inner_traces()
+                traces.renew_inner_traces()
                 return
             state = state.parent
 

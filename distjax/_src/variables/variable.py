@@ -24,15 +24,20 @@ from distjax._src.collectives import ops
 from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.reductions import combine_components
 from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
-from distjax._src.context.frames import Frame
+from distjax._src.context.frames import ExtendedLike, Frame, StrategyLike
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.placement.per_replica import PerReplica
 from distjax._src.placement.rows import note_one_value
 from distjax._src.placement.topology import are_exchanged
 from distjax._src.placement.transfer import require_wholly_here
-from distjax._src.typing import DTypeLike, PyTree, VariableModes
+from distjax._src.typing import (
+    DTypeLike,
+    PyTree,
+    ReduceOp,
+    VariableAggregation,
+    VariableModes,
+    VariableSynchronization,
+)
 from distjax._src.variables.conversion import Array, convert, is_number, module_of
 from distjax._src.variables.description import VariableDescription, as_html_table, describe_stored
 from distjax._src.variables.layouts import Layout, VariablePlacement, in_force

@@ -15,8 +15,8 @@ import numpy as np
 
 from distjax._src import jax_compat, user_mesh
 from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.expectation import without_expectations
+from distjax._src.context.frames import StrategyLike
+from distjax._src.context.reporting import without_expectations
 from distjax._src.jax_compat import Jaxpr, Literal
 from distjax._src.lint.examine import examine
 from distjax._src.objects.plain_objects import Surroundings
@@ -39,8 +39,7 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.replica.emit import JaxprEmitter
 from distjax._src.replica.global_value import GlobalValue
-from distjax._src.replica.run import Given
-from distjax._src.replica.trace import ReplicaTrace, trace_replica
+from distjax._src.replica.trace import Given, ReplicaTrace, trace_replica
 from distjax._src.servers.cutting.code import (
     NOTHING_RUN,
     Code,

@@ -26,10 +26,9 @@ from typing import Any
 
 import jax
 
-from distjax._src.context import frames
-from distjax._src.context.frames import Destinations
-from distjax._src.context.frames import has_strategy as has_distribution_strategy
-from distjax._src.placement.per_replica import PerReplica as PerDevice
+from distjax._src.context import Destinations, frames
+from distjax._src.context import has_strategy as has_distribution_strategy
+from distjax._src.placement import PerReplica as PerDevice
 from distjax._src.strategies.steps import MultiStepContext
 from distjax._src.typing import (
     DatasetLike,

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distjax._src.context.frames import has_strategy, in_cross_replica_context
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.context import has_strategy, in_cross_replica_context
+from distjax._src.placement import PerReplica
 from distjax._src.strategies.steps import MultiStepContext
 from distjax._src.typing import (
     DatasetLike,

@@ -14,10 +14,9 @@ Example:
 
 from __future__ import annotations
 
-from distjax._src.context import frames
-from distjax._src.context.frames import has_strategy, in_cross_replica_context
+from distjax._src.context import frames, has_strategy, in_cross_replica_context
 from distjax._src.data.options import InputContext
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.strategies.steps import MultiStepContext
 from distjax._src.typing import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.variables.variable import Variable

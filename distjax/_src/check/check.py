@@ -27,8 +27,7 @@ from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Options, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
 from distjax._src.check.runs import Arguments, Change, Rows, Run, TracedStep, Trial
-from distjax._src.context.frames import require_strategy
-from distjax._src.context.reporting import STATE, Finding
+from distjax._src.context import STATE, Finding, require_strategy
 from distjax._src.diagnostics.explain_step import (
     CutsSteps,
     Notes,

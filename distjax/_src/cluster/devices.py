@@ -28,7 +28,7 @@ from distjax._src.cluster.joining import (
     use,
 )
 from distjax._src.cluster.meeting import ComparedFact, agree
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax.errors import ClusterError, ClusterWarning, message
 
 #: What Slurm and Open MPI tell the processes that they start: how many there are; and a variable

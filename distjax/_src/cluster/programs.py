@@ -32,8 +32,7 @@ from distjax._src.cluster.meeting import (
     exchange,
 )
 from distjax._src.hooks import Watcher
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology, is_per_replica
 from distjax._src.program.discovery import completion_of, signature_of
 from distjax._src.program.launch import Build
 from distjax._src.replica.arguments import user_path

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.traces import run_compiled, struct
 from distjax._src.typing import DTypeLike
 

@@ -18,8 +18,7 @@ from jax import lax
 from distjax._src.collectives import ops
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.masks import spread_mask
-from distjax._src.placement.model_axes import Spec, on_own_parts
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Spec, Topology, on_own_parts
 from distjax._src.typing import ReduceOp
 from distjax.errors import describe_value, message, require_int
 

@@ -20,8 +20,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src import jax_compat, traces
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import PerReplica, Topology
 from distjax._src.typing import (
     ArrayLike,
     AxisLike,

@@ -22,8 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 from distjax._src import hooks, jax_compat
-from distjax._src.context import frames
-from distjax._src.context.frames import settings_of_this_thread
+from distjax._src.context import frames, settings_of_this_thread
 from distjax._src.data.elements import HostTree
 from distjax._src.data.input_layout import Block, InputLayout, Steps
 from distjax._src.data.options import InputOptions, Partial

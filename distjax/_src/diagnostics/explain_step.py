@@ -21,9 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.context import frames
-from distjax._src.context.frames import require_strategy
-from distjax._src.context.reporting import Finding
+from distjax._src.context import Finding, frames, require_strategy
 from distjax._src.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax._src.diagnostics.explanation import (
     Cut,
@@ -35,9 +33,8 @@ from distjax._src.diagnostics.explanation import (
 )
 from distjax._src.lint import layer
 from distjax._src.lint.between_runs import is_own, recall
+from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import Topology
 from distjax._src.program.jit import (
     CompiledFunction,
     CompiledProgram,

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax._src import jax_compat, traces
-from distjax._src.context import frames
-from distjax._src.context.frames import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.flax import rules
 from distjax._src.flax.graphs import (
     FlatGraph,
@@ -54,8 +53,7 @@ from distjax._src.flax.plans import (
 )
 from distjax._src.flax.rules import metrics_in
 from distjax._src.flax.writes import Outcome, VariableOutcome, combine_writes
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import are_exchanged
+from distjax._src.placement import PerReplica, are_exchanged, is_per_replica
 from distjax._src.replica.arguments import is_array
 from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.typing import ArrayLike, PyTree

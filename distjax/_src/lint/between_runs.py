@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context.reporting import (
+from distjax._src.context import (
     STATE,
     Finding,
     num_reported,
@@ -24,7 +24,7 @@ from distjax._src.context.reporting import (
 )
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact
 from distjax._src.lint.findings import ALONE, expected_state_fix, state_why
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.replica.arguments import PartitionedTree, is_array, user_path
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line

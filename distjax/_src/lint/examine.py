@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from distjax._src import jax_compat
-from distjax._src.context.reporting import STATE, Finding, current_reason, report
+from distjax._src.context import STATE, Finding, current_reason, report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
 from distjax._src.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
 from distjax._src.lint.rules import RULES
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.arguments import (
     PartitionedTree,
     function_name,

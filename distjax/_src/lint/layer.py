@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from distjax._src import hooks, jax_compat
-from distjax._src.context.reporting import reason_in
+from distjax._src.context import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.lint.between_runs import (
     Feedback,

@@ -13,10 +13,9 @@ import numpy as np
 import optax
 
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.frames import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.optim.slots import OptimizerState, make_state, update_variables
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement import is_per_replica
 from distjax._src.program.jit import jit
 from distjax._src.replica import lax
 from distjax._src.strategies.extended import StrategyExtended

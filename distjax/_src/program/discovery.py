@@ -19,14 +19,11 @@ from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat, traces
 from distjax._src.collectives.mapping import join_maps
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame, StrategyLike
+from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
 from distjax._src.objects.stateful import active_bridge, explaining_errors, is_stateful
-from distjax._src.placement.per_replica import AuxData, PerReplica, with_aux
-from distjax._src.placement.rows import stand_in
-from distjax._src.placement.transfer import require_held, transfer
+from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, transfer, with_aux
 from distjax._src.replica.arguments import PartitionedTree, is_array, nodes_of, user_path
 from distjax._src.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax._src.replica.trace import add_value_note

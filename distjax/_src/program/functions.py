@@ -16,8 +16,8 @@ from weakref import ref
 import jax
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.context.frames import StrategyLike
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.context import StrategyLike
+from distjax._src.placement import is_per_replica
 from distjax._src.replica.arguments import Static, function_name, is_one_leaf, user_path
 from distjax._src.typing import PyTree
 from distjax.errors import RecompilationWarning, message

@@ -16,23 +16,22 @@ from typing import Any
 
 import jax
 
-from distjax._src.context import frames
-from distjax._src.context.frames import ExtendedLike, Frame, StrategyLike
-from distjax._src.context.reporting import without_expectations
+from distjax._src.context import ExtendedLike, Frame, StrategyLike, frames, without_expectations
 from distjax._src.objects.stateful import (
     call_of,
     is_placeholder,
     is_stateful,
 )
-from distjax._src.placement.per_replica import (
+from distjax._src.placement import (
     PerReplica,
+    Topology,
+    is_elsewhere,
     is_per_replica,
     off_their_devices,
     require_in_front,
+    require_not_split,
+    transfer,
 )
-from distjax._src.placement.rows import require_not_split
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import is_elsewhere, transfer
 from distjax._src.program.discovery import Step
 from distjax._src.program.functions import record_new_function
 from distjax._src.program.program import Program, Require

@@ -22,8 +22,7 @@ import jax
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.context import frames
 from distjax._src.objects.stateful import StatefulArgs, call_of, find_objects, one_at_a_time
-from distjax._src.placement.per_replica import is_per_replica, return_to_replicas
-from distjax._src.placement.transfer import is_narrowed, require_held
+from distjax._src.placement import is_narrowed, is_per_replica, require_held, return_to_replicas
 from distjax._src.program.discovery import Discovered, Step, discover
 from distjax._src.program.functions import RetraceWatch
 from distjax._src.program.launch import Build, Finish, NotTraced, require_outside_traces

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax._src import jax_compat, user_lines
-from distjax._src.context.reporting import says_equal
+from distjax._src.context import says_equal
 from distjax._src.jax_compat import JaxprEqn, equations_of, sub_jaxprs
 from distjax._src.jaxprs import Flow
 from distjax.errors import DivergenceError, message

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import PerReplica, require_held
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import is_number

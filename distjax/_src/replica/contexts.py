@@ -11,11 +11,16 @@ from jax import lax
 
 from distjax._src.collectives import ops
 from distjax._src.collectives.ops import require_dense
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame, StrategyLike, mixing_text, other_call_text
-from distjax._src.context.reporting import Finding, report
-from distjax._src.placement.per_replica import PerReplica, require_local
-from distjax._src.placement.transfer import require_held
+from distjax._src.context import (
+    Finding,
+    Frame,
+    StrategyLike,
+    frames,
+    mixing_text,
+    other_call_text,
+    report,
+)
+from distjax._src.placement import PerReplica, require_held, require_local
 from distjax._src.replica.arguments import add_merge_note, require_call
 from distjax._src.replica.merge import UserMerge, trace_merge
 from distjax._src.typing import PositionalArgs, PyTree, ReduceOpLike

@@ -29,7 +29,7 @@ from distjax._src import hooks, jax_compat, traces, user_lines
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, evaluate_inside
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, holds_merge, is_ref
 from distjax._src.replica.global_value import GlobalValue, stack_replicas
 from distjax._src.traces import stage_call, struct

@@ -20,12 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import jax_compat, traces, user_lines, user_mesh
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame, ProgramModes, StrategyLike
+from distjax._src.context import Frame, ProgramModes, StrategyLike, frames
 from distjax._src.jax_compat import JaxprEqn, ShapedArray, Zero
-from distjax._src.placement.per_replica import PerReplica, require_local, require_same_topology
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import (
+    PerReplica,
+    Topology,
+    require_held,
+    require_local,
+    require_same_topology,
+)
 from distjax._src.replica.analysis import MERGE_NAME, Analysis
 from distjax._src.replica.arguments import (
     PartitionedTree,

@@ -17,13 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import hooks, jax_compat, traces, user_lines, user_mesh
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame, StrategyLike
-from distjax._src.context.reporting import without_expectations
+from distjax._src.context import Frame, StrategyLike, frames, without_expectations
 from distjax._src.jax_compat import Jaxpr, JaxprEqn
-from distjax._src.placement.per_replica import PerReplica, require_same_topology
-from distjax._src.placement.rows import require_not_split
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import PerReplica, Topology, require_not_split, require_same_topology
 from distjax._src.replica.analysis import Analysis, holds_merge
 from distjax._src.replica.arguments import (
     PartitionedTree,

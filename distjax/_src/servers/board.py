@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from distjax._src.context.frames import modes_of_this_thread, settings_of_this_thread
+from distjax._src.context import modes_of_this_thread, settings_of_this_thread
 from distjax._src.interrupts import Waiters, interrupts
 from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied

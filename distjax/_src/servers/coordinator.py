@@ -17,7 +17,7 @@ import numpy as np
 from distjax._src import jax_compat
 from distjax._src.context import frames
 from distjax._src.data.options import InputContext
-from distjax._src.placement.transfer import without_alias
+from distjax._src.placement import without_alias
 from distjax._src.replica.arguments import require_call
 from distjax._src.servers.board import Board, Call, Closure, ServerStrategy
 from distjax._src.servers.per_worker import (

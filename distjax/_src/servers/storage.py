@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.interrupts import interrupts
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import transfer
 from distjax._src.program.discovery import OutputSpec, spec_of
 from distjax._src.program.launch import Build, Finish
 from distjax._src.servers.server import ParameterServer

@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from distjax._src import user_mesh
-from distjax._src.context import frames
-from distjax._src.context.frames import Destinations
+from distjax._src.context import Destinations, frames
 from distjax._src.objects.stateful import run_here
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
     Topology,
     local_devices,

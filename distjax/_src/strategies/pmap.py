@@ -20,20 +20,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src import hooks, user_lines
 from distjax._src.collectives.mapping import constrain_to_replicas
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame, StrategyLike, require_strategy
-from distjax._src.context.reporting import Finding, expect, reason_in, report
+from distjax._src.context import (
+    Finding,
+    Frame,
+    StrategyLike,
+    expect,
+    frames,
+    reason_in,
+    report,
+    require_strategy,
+)
 from distjax._src.jax_compat import JaxprEqn, Literal, Tracer
 from distjax._src.objects.stateful import ResultTree, is_stateful, take_apart
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
+    PerReplica,
     Topology,
     local_devices,
     require_axis_name,
+    require_held,
     take_local,
 )
-from distjax._src.placement.transfer import require_held
 from distjax._src.program.jit import (
     CompiledFunction,
     LoweredProgram,

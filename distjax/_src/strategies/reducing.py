@@ -31,13 +31,21 @@ from distjax._src.collectives.reductions import (
     reduce_arrays,
     reduce_masked,
 )
-from distjax._src.context.frames import Destinations
+from distjax._src.context import Destinations
 from distjax._src.masks import require_mask
-from distjax._src.placement.model_axes import Spec
-from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.rows import note_one_value, require_not_split
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import require_held, require_no_mask, transfer, without_alias
+from distjax._src.placement import (
+    PerReplica,
+    Spec,
+    Topology,
+    is_per_replica,
+    note_one_value,
+    require_held,
+    require_no_mask,
+    require_not_split,
+    require_same_topology,
+    transfer,
+    without_alias,
+)
 from distjax._src.replica.arguments import is_array, mark_modules, unmark
 from distjax._src.replica.global_value import GlobalValue, place_output, replica_aval
 from distjax._src.replica.merge import call_as_reduction

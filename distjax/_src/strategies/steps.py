@@ -17,12 +17,10 @@ import jax.numpy as jnp
 
 from distjax._src import traces
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.frames import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.data.input_layout import InputLayout, Steps
 from distjax._src.data.iterator import DistributedIterator
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import is_per_replica, require_held
 from distjax._src.program.functions import FunctionCache
 from distjax._src.program.program import Program
 from distjax._src.replica import lax

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from distjax._src.context import frames
-from distjax._src.context.frames import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.data.options import InputOptions
 from distjax._src.program.jit import add_cause_note, compile_on_replicas
 from distjax._src.strategies.extended import StrategyExtended

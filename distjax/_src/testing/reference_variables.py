@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame
+from distjax._src.context import Frame, frames
 from distjax._src.testing.reference_replicas import all_equal, combine
 from distjax._src.typing import (
     PyTree,

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import jax_compat
-from distjax._src.placement.transfer import copied, transfer
+from distjax._src.placement import copied, transfer
 from distjax._src.traces import as_traced, struct, type_of
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import Array, module_of

@@ -23,13 +23,9 @@ from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives import ops
 from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.reductions import combine_components
-from distjax._src.context import frames
-from distjax._src.context.frames import ExtendedLike, Frame, StrategyLike
+from distjax._src.context import ExtendedLike, Frame, StrategyLike, frames
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.rows import note_one_value
-from distjax._src.placement.topology import are_exchanged
-from distjax._src.placement.transfer import require_wholly_here
+from distjax._src.placement import PerReplica, are_exchanged, note_one_value, require_wholly_here
 from distjax._src.typing import (
     DTypeLike,
     PyTree,

@@ -27,7 +27,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from distjax._src import jax_compat, traces, user_lines
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax._src.jaxprs import CALLS
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter
 from distjax._src.replica.global_value import GlobalValue, as_user_value

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context.frames import ProgramModes
-from distjax._src.placement.topology import Topology
+from distjax._src.context import ProgramModes
+from distjax._src.placement import Topology
 from distjax._src.servers.engine import Engine, Gate, Ran, Task, WorkerDied
 from distjax._src.servers.on_ray import processes
 from distjax._src.servers.on_ray.actors import make_server, make_worker

@@ -169,10 +169,10 @@ def warn_unless_joined(name: str) -> None:
     Args:
       name: of the program that this process is about to run.
     """
-    if job() is not None or is_settled() or "unjoined" in _warned:
+    told = None if "unjoined" in _warned else _told_by_environment()
+    if told is None or job() is not None or is_settled():
         return
-    told = _told_by_environment()
-    if told is not None and jax_compat.coordination_client() is None:
+    if jax_compat.coordination_client() is None:
         warn_once("unjoined", _unjoined_text(name, told))
 
 
@@ -188,7 +188,7 @@ def _told_by_environment() -> str | None:
         if own in os.environ and os.environ.get(count, "1") != "1":
             return f"{count}={os.environ[count]}"
     try:
-        described = read_tf_config()
+        described = read_tf_config() if os.environ.get("TF_CONFIG") else None
     except ClusterError:  # `initialize` says what is wrong with it
         return None
     several = described is not None and described[1] > 1

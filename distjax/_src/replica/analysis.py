@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from distjax._src import jax_compat, user_lines
@@ -36,21 +35,6 @@ HI_PRIMITIVES = frozenset("SearchSorted Nonzero Einsum Ldexp Frexp CheckpointNam
 
 MERGE_NAME = "distjax_merge_call"
 
-_blind: ContextVar[bool] = ContextVar("distjax_blind_analysis", default=False)
-
-
-@contextlib.contextmanager
-def blind() -> Generator[None]:
-    """Makes the analysis prove nothing for a block, to test its soundness.
-
-    Programs compiled in the block treat every value as differing.
-    """
-    token = _blind.set(True)
-    try:
-        yield
-    finally:
-        _blind.reset(token)
-
 
 class Analysis(Flow[bool]):
     """The rules, for one replica axis name: whether a value differs.
@@ -70,11 +54,6 @@ class Analysis(Flow[bool]):
     def join(self, a: bool, b: bool) -> bool:
         """Returns whether either value differs."""
         return a or b
-
-    def outputs_of(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool]:
-        """Returns which results of an equation differ, given which of its operands do."""
-        proved = super().outputs_of(eqn, ins)
-        return [True] * len(proved) if _blind.get() else proved
 
     def of_equation(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool] | None:
         """Returns the operands' localities where each operand is returned, else None."""
@@ -107,8 +86,8 @@ class Analysis(Flow[bool]):
             self._is_declared = outside
 
     def key(self, jaxpr: jax_compat.Jaxpr) -> Any:
-        """Returns the two settings on which proofs depend."""
-        return _blind.get(), self._is_declared
+        """Returns whether a block is around the code, on which proofs depend."""
+        return self._is_declared
 
     def _differs(self, eqn: JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):

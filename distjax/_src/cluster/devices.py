@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.cluster.job import job, tell_in_a_job
+from distjax._src.cluster.job import job
 from distjax._src.cluster.joining import (
     is_settled,
     is_used,
@@ -28,7 +28,7 @@ from distjax._src.cluster.joining import (
     use,
 )
 from distjax._src.cluster.meeting import ComparedFact, agree
-from distjax._src.placement import Topology
+from distjax._src.placement.topology import Topology
 from distjax.errors import ClusterError, ClusterWarning, message
 
 #: What Slurm and Open MPI tell the processes that they start: how many there are; and a variable
@@ -169,10 +169,10 @@ def warn_unless_joined(name: str) -> None:
     Args:
       name: of the program that this process is about to run.
     """
-    told = None if "unjoined" in _warned else _told_by_environment()
-    if told is None or job() is not None or is_settled():
+    if job() is not None or is_settled() or "unjoined" in _warned:
         return
-    if jax_compat.coordination_client() is None:
+    told = _told_by_environment()
+    if told is not None and jax_compat.coordination_client() is None:
         warn_once("unjoined", _unjoined_text(name, told))
 
 
@@ -188,7 +188,7 @@ def _told_by_environment() -> str | None:
         if own in os.environ and os.environ.get(count, "1") != "1":
             return f"{count}={os.environ[count]}"
     try:
-        described = read_tf_config() if os.environ.get("TF_CONFIG") else None
+        described = read_tf_config()
     except ClusterError:  # `initialize` says what is wrong with it
         return None
     several = described is not None and described[1] > 1
@@ -207,6 +207,6 @@ def _unjoined_text(name: str, told: str) -> str:
 
 
 hooks.on_all_devices.append(join_for)
-tell_in_a_job(hooks.on_topology, warm_up_groups_of)
+hooks.on_topology.append(warm_up_groups_of)
 hooks.on_local_devices.append(warn_of_own_devices)
 hooks.on_new_program.append(warn_unless_joined)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any, Protocol
-
-from distjax._src.hooks import Event
 
 
 class CoordinationClient(Protocol):
@@ -130,18 +127,6 @@ def job() -> Job | None:
 def set_job(joined: Job) -> None:
     """Records that this process has joined a job; called once."""
     _joined[:] = [joined]
-    for event, told in _told_in_a_job:
-        event.append(told)
-
-
-#: Events, each with a function that is told of it once this process has joined a job: a program of
-#: one process calls none of them.
-_told_in_a_job: list[tuple[Event, Callable[..., Any]]] = []
-
-
-def tell_in_a_job(event: Event, told: Callable[..., Any]) -> None:
-    """Lets a function hear an event of the kernel from the joining of a job on."""
-    _told_in_a_job.append((event, told))
 
 
 # -- lines that processes send each other: bounded in size, never executed -------

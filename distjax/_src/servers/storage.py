@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.interrupts import interrupts
-from distjax._src.placement import transfer
+from distjax._src.placement.transfer import transfer
 from distjax._src.program.discovery import OutputSpec, spec_of
 from distjax._src.program.launch import Build, Finish
 from distjax._src.servers.server import ParameterServer
@@ -287,8 +287,6 @@ class ServerStorage(StoredArray):
         device: jax.Device,
     ):
         super().__init__(variable, lock)
-        if _launch_at_servers not in hooks.launchers:  # no program needs it before
-            hooks.launchers.append(_launch_at_servers)
         self.parts = parts
         everywhere = range(len(servers))
         #: Its parts, each with the number of its server.
@@ -449,3 +447,6 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
         return result, spec
 
     return launch
+
+
+hooks.launchers.append(_launch_at_servers)

@@ -14,8 +14,8 @@ from distjax._src.cluster.joining import initialize
 from distjax._src.cluster.ledger import phase
 from distjax._src.cluster.meeting import any_process
 from distjax._src.collectives.reductions import CommunicationImplementation, CommunicationOptions
-from distjax._src.context.expectation import expect
-from distjax._src.context.scoping import (
+from distjax._src.context import (
+    expect,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -25,9 +25,7 @@ from distjax._src.context.scoping import (
 from distjax._src.data.dataset import DistributedDataset
 from distjax._src.data.iterator import DistributedIterator
 from distjax._src.data.options import Batch, InputContext, InputOptions
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import REPLICA_AXIS, Locality
+from distjax._src.placement import REPLICA_AXIS, Locality, PerReplica, is_per_replica
 from distjax._src.program.jit import jit
 from distjax._src.replica.arguments import static
 from distjax._src.replica.contexts import ReplicaContext
@@ -48,6 +46,7 @@ from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrat
 from distjax._src.strategies.steps import MultiStepContext
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.strategies.values import ValueContext, locality
+from distjax._src.typing import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.variables.variable import Variable
 from distjax.diagnostics import check, explain, visualize
 

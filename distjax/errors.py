@@ -1,4 +1,4 @@
-"""The errors of distjax, and the one function that builds their messages.
+"""The errors of distjax, the one function that builds their messages, and common checks.
 
 Every message has four parts: what was expected, in the user's own names; what came
 instead; why; and the fix, as code. The first line makes sense on its own.
@@ -6,7 +6,10 @@ instead; why; and the fix, as code. The first line makes sense on its own.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import jax
+import numpy as np
 from jax.core import Tracer
 
 
@@ -196,3 +199,39 @@ def describe_value(value: object) -> str:
         return f"{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}"
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"
+
+
+# -- integers that users pass -----------------------------------------------------
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Returns whether `value` is a Python or NumPy integer, excluding bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def require_int(
+    what: str,
+    value: object,
+    at_least: int,
+    *,
+    why: str,
+    fix: str,
+    error: type[ValueError] = ValueError,
+) -> int:
+    """Returns `value` as a Python int.
+
+    Args:
+      what: the user's name for it, as in "take: num_steps".
+      value: what the user gave.
+      at_least: the smallest int that is allowed.
+      why: the third part of the error's message.
+      fix: the fourth part.
+      error: the class of the error.
+
+    Raises:
+      ValueError: it is not an int, or less than `at_least`.
+    """
+    if is_int(value) and value >= at_least:
+        return int(value)
+    expected = f"{what} needs an int of {at_least} or more"
+    raise error(message(expected, got=describe_value(value), why=why, fix=fix))

@@ -21,16 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src.collectives.ops import sum_dtype
-from distjax._src.context import frames
-from distjax._src.context.expectation import expect
-from distjax._src.integers import require_int
+from distjax._src.context import expect, frames
 from distjax._src.masks import broadcast_mask
-from distjax._src.modes import VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.typing import ArrayLike, PyTree
+from distjax._src.placement import is_per_replica
+from distjax._src.typing import ArrayLike, PyTree, VariableAggregation, VariableSynchronization
 from distjax._src.variables.conversion import rounded
 from distjax._src.variables.variable import Variable
-from distjax.errors import BatchError, ContextError, describe_value, message
+from distjax.errors import BatchError, ContextError, describe_value, message, require_int
 
 __all__ = ["BatchNormalization", "Statistics", "batch_statistics", "dropout"]
 

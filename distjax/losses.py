@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from distjax._src.collectives.ops import as_reduce_op, mean_dtype, sum_dtype
 from distjax._src.context import frames
 from distjax._src.masks import require_mask, spread_mask
-from distjax._src.modes import ReduceOp
-from distjax._src.typing import ArrayLike, ReduceOpLike
+from distjax._src.typing import ArrayLike, ReduceOp, ReduceOpLike
 from distjax.errors import BatchError, describe_value, message
 
 __all__ = ["average_loss"]

@@ -25,15 +25,17 @@ import numpy as np
 
 from distjax._src import user_mesh
 from distjax._src.collectives.ops import sum_dtype
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame
+from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.masks import broadcast_mask, spread_mask
-from distjax._src.modes import VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import is_per_replica, require_held
 from distjax._src.strategies.values import is_mirrored
-from distjax._src.typing import ArrayLike, DTypeLike, PyTree
+from distjax._src.typing import (
+    ArrayLike,
+    DTypeLike,
+    PyTree,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from distjax._src.variables.conversion import rounded
 from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message, require

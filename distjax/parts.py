@@ -9,7 +9,7 @@ Modules that neither this package nor the rest of the API reference exposes are
 private and may change without notice.
 """
 
-from distjax._src.placement.topology import Topology, mesh_topology, one_device_topology
+from distjax._src.placement import Topology, mesh_topology, one_device_topology
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.sharded import CentralStoragePlacement, ShardedPlacement
 from distjax._src.variables.layouts import (

@@ -21,18 +21,8 @@ from tests.test_floors import KERNEL
 
 ROOT = pathlib.Path(dj.__file__).parent
 #: Modules beside the packages on which the kernel stands.
-BASE = {
-    "errors",
-    "hooks",
-    "inner_traces",
-    "integers",
-    "interrupts",
-    "jax_compat",
-    "jaxprs",
-    "masks",
-}
-BASE |= {"masks", "modes", "staged_call", "tables", "tracebacks", "traced_types", "trees", "typing"}
-BASE |= {"user_lines", "user_mesh", "waiters", "__init__"}
+BASE = {"errors", "hooks", "interrupts", "jax_compat", "jaxprs", "masks", "tables", "traces"}
+BASE |= {"typing", "user_lines", "user_mesh", "__init__"}
 
 
 def imported(path: pathlib.Path) -> set[str]:

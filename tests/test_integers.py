@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distjax._src.integers import is_int, require_int
+from distjax.errors import is_int, require_int
 
 
 @pytest.mark.parametrize("value", [0, -3, np.int64(2), np.uint8(2)])

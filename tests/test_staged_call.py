@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 import distjax as dj
 from distjax._src import jax_compat
-from distjax._src.staged_call import stage_call
+from distjax._src.traces import stage_call
 
 TABLE = np.arange(3, dtype=np.float32)
 

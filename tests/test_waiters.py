@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from distjax._src.waiters import Waiters
+from distjax._src.interrupts import Waiters
 from tests.interrupts import in_codes, interrupted
 
 SECONDS = 60

@@ -232,6 +232,22 @@ def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
+def equations_of(
+    jaxpr: jec.Jaxpr, enters: Callable[[jec.JaxprEqn], bool] = lambda eqn: True
+) -> Iterator[jec.JaxprEqn]:
+    """Yields the equations of a jaxpr and those inside of them, at any depth.
+
+    Args:
+      jaxpr: the code.
+      enters: returns whether the code of an equation is walked into.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if enters(eqn):
+            for sub in sub_jaxprs(eqn):
+                yield from equations_of(sub, enters)
+
+
 def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     """Returns (jaxpr, operand indices) of a `custom_linear_solve` or `custom_root`, or None.
 

@@ -1,13 +1,52 @@
-"""Types of the arguments that users pass in, each declared once."""
+"""Public enums, and types of the arguments that users pass in, each declared once."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax.typing
 
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+
+class ReduceOp(enum.Enum):
+    """How the replicas' values are combined: their sum or their mean.
+
+    Source: tf.distribute.ReduceOp.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are synchronized.
+
+    AUTO means ON_WRITE. NONE is rejected under a strategy.
+
+    Source: tf.VariableSynchronization.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values written to a variable by several replicas are combined.
+
+    Source: tf.VariableAggregation.
+    """
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+# -- types of arguments --------------------------------------------------------
+
 
 #: An array, a NumPy array or a number: whatever JAX accepts as an array.
 ArrayLike: TypeAlias = jax.typing.ArrayLike

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from distjax._src.context import scoping
+from distjax._src.context import frames
 from distjax._src.servers.strategy import ParameterServerStrategy
 from distjax._src.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from distjax._src.strategies.strategy import Strategy
@@ -138,10 +138,10 @@ def getters(
     """Returns `dj.get_strategy` and `dj.get_replica_context`, adapted."""
 
     def get_replica_context() -> _C | None:
-        context = scoping.get_replica_context()
+        context = frames.get_replica_context()
         return None if context is None else context_adapter(context)
 
-    return lambda: adapter(scoping.get_strategy()), get_replica_context
+    return lambda: adapter(frames.get_strategy()), get_replica_context
 
 
 class _WithGetNext(Adapter):

@@ -26,13 +26,17 @@ from typing import Any
 
 import jax
 
-from distjax._src.context import frames, scoping
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.scoping import has_strategy as has_distribution_strategy
-from distjax._src.modes import VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import PerReplica as PerDevice
+from distjax._src.context import Destinations, frames
+from distjax._src.context import has_strategy as has_distribution_strategy
+from distjax._src.placement import PerReplica as PerDevice
 from distjax._src.strategies.steps import MultiStepContext
-from distjax._src.typing import DatasetLike, PyTree, ReduceOpLike
+from distjax._src.typing import (
+    DatasetLike,
+    PyTree,
+    ReduceOpLike,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from distjax._src.variables.variable import Variable
 from distjax.compat._renaming import (
     Adapter,
@@ -181,4 +185,4 @@ get_distribution_strategy, get_tower_context = getters(DistributionStrategy, Tow
 
 def get_cross_tower_context() -> DistributionStrategy | None:
     """Returns the strategy in cross-tower context, else None."""
-    return get_distribution_strategy() if scoping.in_cross_replica_context() else None
+    return get_distribution_strategy() if frames.in_cross_replica_context() else None

@@ -20,11 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distjax._src.context.scoping import has_strategy, in_cross_replica_context
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.context import has_strategy, in_cross_replica_context
+from distjax._src.placement import PerReplica
 from distjax._src.strategies.steps import MultiStepContext
-from distjax._src.typing import DatasetLike, PyTree
+from distjax._src.typing import (
+    DatasetLike,
+    PyTree,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from distjax._src.variables.variable import Variable
 from distjax.compat import v1_12
 from distjax.compat._renaming import (

@@ -14,12 +14,11 @@ Example:
 
 from __future__ import annotations
 
-from distjax._src.context import scoping
-from distjax._src.context.scoping import has_strategy, in_cross_replica_context
+from distjax._src.context import frames, has_strategy, in_cross_replica_context
 from distjax._src.data.options import InputContext
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.strategies.steps import MultiStepContext
+from distjax._src.typing import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax._src.variables.variable import Variable
 from distjax.compat import v1_13
 from distjax.compat._renaming import (
@@ -85,4 +84,4 @@ get_strategy, get_replica_context = getters(Strategy, ReplicaContext)
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """`dj.set_strategy`."""
-    scoping.set_strategy(strategy.wrapped if isinstance(strategy, Adapter) else strategy)
+    frames.set_strategy(strategy.wrapped if isinstance(strategy, Adapter) else strategy)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.context import frames, scoping
+from distjax._src.context import frames
 
-FILES = {frames.__file__, scoping.__file__}
+FILES = {frames.__file__, frames.__file__}
 
 
 class Interrupt(KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distjax._src.diagnostics.axes import axes_of
+from distjax._src.diagnostics.collectives import axes_of
 from distjax.testing.hlo import count_by_axis
 
 SIZES = {"replica": 4, "model": 2}

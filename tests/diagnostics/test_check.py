@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax._src.context.expectation import current_reason
+from distjax._src.context.reporting import current_reason
 from distjax.errors import CheckError, ContextError, LocalityWarning
 from tests.diagnostics.lines import line_of
 from tests.replicas import ids, local

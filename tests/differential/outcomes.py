@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import distjax as dj
-from distjax._src.replica.analysis import blind
+from tests.replica.blindness import blind
 
 
 @dataclasses.dataclass

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.replica.analysis import Analysis, blind
+from distjax._src.replica.analysis import Analysis
 from distjax.errors import DivergenceError
 from tests.differential import transformed
 from tests.differential.drawn import Drawing
 from tests.differential.outcomes import per_replica_leaves
+from tests.replica.blindness import blind
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "12"))
 

@@ -7,13 +7,13 @@ import pytest
 from jax import lax
 
 import distjax as dj
-from distjax._src.replica.analysis import blind
 from distjax.errors import (
     ContextError,
     LocalityError,
     MergeError,
     StrategyMismatchError,
 )
+from tests.replica.blindness import blind
 from tests.replica.merging import context, merge, sum_of
 from tests.replicas import ids, local, per_replica
 

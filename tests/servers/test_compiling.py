@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
-from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.context.frames import ProgramModes
 from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax._src.servers.coordinator import Coordinator
 from distjax._src.servers.engine import ThreadEngine

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 import distjax as dj
-from distjax._src.modes import VariableAggregation, VariableSynchronization
 from distjax._src.servers.engine import Attempt, Task, WorkerDied
 from distjax._src.servers.plan import OnceEach
 from distjax._src.servers.server import Answer, Server
+from distjax._src.typing import VariableAggregation, VariableSynchronization
 from tests.faults.four_parts import is_explained
 from tests.servers.replay import Record
 from tests.servers.serial import SerialStrategy

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import distjax as dj
-from distjax._src.replica.analysis import blind
 from distjax.errors import LocalityError, describe_value
+from tests.replica.blindness import blind
 from tests.replicas import ids, local, per_replica
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distjax as dj
-from distjax._src.modes import VariableAggregation
+from distjax._src.typing import VariableAggregation
 
 ON_READ = dj.VariableSynchronization.ON_READ
 

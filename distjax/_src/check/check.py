@@ -27,8 +27,7 @@ from distjax._src.check.locating import Break, Locator, reductions_before
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Options, Tags
 from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
 from distjax._src.check.runs import Arguments, Change, Rows, Run, TracedStep, Trial
-from distjax._src.context.reporting import STATE, Finding
-from distjax._src.context.scoping import require_strategy
+from distjax._src.context import STATE, Finding, require_strategy
 from distjax._src.diagnostics.explain_step import (
     CutsSteps,
     Notes,
@@ -38,7 +37,6 @@ from distjax._src.diagnostics.explain_step import (
     require_outside_traces,
     with_object,
 )
-from distjax._src.integers import is_int
 from distjax._src.lint.facts import EQUAL_BATCH
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
@@ -50,9 +48,9 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
-from distjax.errors import CheckError, UnsupportedError, describe_value, message
+from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
 
 #: What `lint` finds that running does not show.
 UNSEEN = frozenset(

@@ -18,8 +18,8 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.check.runs import Run, Value
-from distjax._src.context.expectation import without_expectations
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
+from distjax._src.context import without_expectations
+from distjax._src.placement import PerReplica, is_per_replica
 from distjax._src.typing import PyTree
 
 #: Of a change of state, and of a result: how much is rounding.

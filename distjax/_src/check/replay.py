@@ -24,10 +24,10 @@ from jax import lax
 from distjax._src import jax_compat, user_lines
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.collectives.ops import OWN_INDEX
-from distjax._src.context.expectation import current_reason, reason_in
+from distjax._src.context import current_reason, reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, Flow
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter, OneDevice
 from distjax._src.replica.global_value import GlobalValue

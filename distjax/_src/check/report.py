@@ -11,7 +11,7 @@ import numpy as np
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, ROWS, SHARE, Break, Kind
 from distjax._src.check.replay import Node, Tags
-from distjax._src.context.reporting import Finding
+from distjax._src.context import Finding
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
 

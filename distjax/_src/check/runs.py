@@ -21,10 +21,15 @@ from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Node, Options, Place, Recording, Tags
 from distjax._src.collectives import ops
 from distjax._src.objects.stateful import is_stateful
-from distjax._src.placement.per_replica import PerReplica, require_same_topology
-from distjax._src.placement.rows import is_batch
-from distjax._src.placement.topology import Topology, exchanging_topologies, one_device_topology
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import (
+    PerReplica,
+    Topology,
+    exchanging_topologies,
+    is_batch,
+    one_device_topology,
+    require_same_topology,
+    transfer,
+)
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import PartitionedTree, is_array, is_one_leaf, user_path
 from distjax._src.replica.global_value import AlreadyPlaced

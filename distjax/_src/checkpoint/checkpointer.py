@@ -14,10 +14,9 @@ from distjax._src.checkpoint.saved import Saved, describe
 from distjax._src.checkpoint.storage import Storage
 from distjax._src.checkpoint.trees import as_tree
 from distjax._src.context import frames
-from distjax._src.integers import is_int, require_int
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import dtype_rank
-from distjax.errors import CheckpointError, describe_value, message, require
+from distjax.errors import CheckpointError, describe_value, is_int, message, require, require_int
 
 
 class Checkpointer:

@@ -16,9 +16,8 @@ from jax.sharding import Sharding
 
 from distjax._src import jax_compat
 from distjax._src.checkpoint.matching import NUMBER_TYPES, Spec, array_spec
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.transfer import require_no_mask, transfer
-from distjax._src.traced_types import is_struct
+from distjax._src.placement import PerReplica, is_per_replica, require_no_mask, transfer
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import cast
 from distjax._src.variables.policy import Combine

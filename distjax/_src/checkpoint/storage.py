@@ -54,9 +54,9 @@ from distjax._src.cluster.meeting import (
     hear_first,
     require_no_failure,
 )
-from distjax._src.context.thread_settings import settings_of_this_thread
+from distjax._src.context import settings_of_this_thread
 from distjax._src.interrupts import interrupts
-from distjax._src.placement.transfer import require_wholly_here
+from distjax._src.placement import require_wholly_here
 from distjax.errors import (
     CheckpointError,
     ClusterError,

@@ -16,7 +16,7 @@ from distjax._src.checkpoint.leaves import Leaf, VariableLeaf, keeps_own_state, 
 from distjax._src.context import frames
 from distjax._src.data.dataset import DistributedDataset
 from distjax._src.objects.walk import attributes_of
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement import is_per_replica
 from distjax._src.replica.arguments import is_array_or_struct, is_module
 from distjax._src.strategies.default import DefaultExtended
 from distjax._src.strategies.extended import StrategyExtended

@@ -27,8 +27,7 @@ from distjax._src.cluster.ending import watch_the_end
 from distjax._src.cluster.events import record
 from distjax._src.cluster.job import Job, Settings, Timeouts, set_job
 from distjax._src.cluster.preemption import hold_notice
-from distjax._src.integers import is_int
-from distjax.errors import ClusterError, message
+from distjax.errors import ClusterError, is_int, message
 
 _one_at_a_time = threading.Lock()
 _joined_with: list[Settings] = []

@@ -30,11 +30,10 @@ from jax import lax
 from jax.core import AbstractValue
 from jax.sharding import PartitionSpec
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
-from distjax._src.placement.topology import Topology
-from distjax._src.staged_call import run_compiled
-from distjax._src.traced_types import struct
+from distjax._src.placement import Topology
+from distjax._src.traces import run_compiled, struct
 from distjax._src.typing import DTypeLike
 
 #: The name that the function of each map has in traces.
@@ -346,7 +345,7 @@ def widen_reductions(
 
     def widened(*local: jax.Array) -> Sequence[Any]:
         own = cast(local, jnp.bfloat16)
-        jaxpr, consts = inner_traces.trace_jaxpr(fn, own)
+        jaxpr, consts = traces.trace_jaxpr(lambda *own: fn(*own), own)
         return jax_compat.eval_jaxpr(_Rewriter(_in_float32).rewrite(jaxpr), consts, own)
 
     return widened, cast(args, jnp.float32)
@@ -443,7 +442,7 @@ def _without_collectives(
         return _on_one_replica(eqn) if any(tuple(x) == (axis_name,) for x in named) else None
 
     def alone(*local: jax.Array) -> Sequence[Any]:
-        jaxpr, consts = inner_traces.trace_jaxpr(fn, local)
+        jaxpr, consts = traces.trace_jaxpr(lambda *own: fn(*own), local)
         return jax_compat.eval_jaxpr(_Rewriter(rewrite).rewrite(jaxpr), consts, local)
 
     return alone

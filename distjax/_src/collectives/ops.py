@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax._src import jax_compat
-from distjax._src.integers import is_int
-from distjax._src.modes import ReduceOp
-from distjax._src.typing import ArrayLike, DTypeLike, PyTree, ReduceOpLike
-from distjax.errors import describe_value, message
+from distjax._src.typing import ArrayLike, DTypeLike, PyTree, ReduceOp, ReduceOpLike
+from distjax.errors import describe_value, is_int, message
 
 
 def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
@@ -90,6 +88,8 @@ def as_summand(op: ReduceOp, x: ArrayLike, method: str) -> jax.Array:
       TypeError: PRNG keys.
     """
     x = jnp.asarray(x)  # psum of a Python number would return a Python number
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(x.dtype)
     require_sums(x.dtype, method)
     if op is ReduceOp.MEAN:
         return x.astype(mean_dtype(x.dtype))

@@ -17,12 +17,10 @@ from jax import lax
 
 from distjax._src.collectives import ops
 from distjax._src.collectives.mapping import map_replicas
-from distjax._src.integers import require_int
 from distjax._src.masks import spread_mask
-from distjax._src.modes import ReduceOp
-from distjax._src.placement.model_axes import Spec, on_own_parts
-from distjax._src.placement.topology import Topology
-from distjax.errors import describe_value, message
+from distjax._src.placement import Spec, Topology, on_own_parts
+from distjax._src.typing import ReduceOp
+from distjax.errors import describe_value, message, require_int
 
 # -- how reductions are communicated --------------------------------------------
 
@@ -184,6 +182,8 @@ def sum_split(
     """
     moves = options.bytes_per_pack or options.compress or options.devices_per_host > 1
     is_split = [bool(spec and moves) for spec in specs]
+    if not any(is_split):
+        return sum_over_replicas(arrays, topology, options)
     sums: dict[bool, Iterator[jax.Array]] = {}
     for kind in sorted(set(is_split)):
         own = [i for i, x in enumerate(is_split) if x is kind]
@@ -301,33 +301,36 @@ def reduce_arrays(
     count = topology.num_replicas
     specs = specs or (None,) * len(varying)
     splits = splits or (None,) * len(varying)
-    scattered = [
-        varies and split is not None for varies, split in zip(varying, splits, strict=True)
-    ]
+    differ = [i for i, varies in enumerate(varying) if varies]
+    whole = [i for i in differ if splits[i] is None]
 
     def on_replica(*local: jax.Array) -> list[Any]:
-        inner = [ops.as_summand(op, _within(op, x, axes), "reduce") for x in local]
-        kinds = list(zip(inner, varying, scattered, splits, strict=True))
-        whole = [i for i, varies in enumerate(varying) if varies and not scattered[i]]
-        summed = iter(
-            sum_split([inner[i] for i in whole], [specs[i] for i in whole], topology, options)
-        )
-        reduced = []
-        for x, varies, is_scattered, split in kinds:
-            if not varies:
-                reduced.append(x * count if op is ReduceOp.SUM else x)
-            elif is_scattered:
-                reduced.append(split.reduce(op, x, topology))
-            else:
-                reduced.append(ops.from_total(op, next(summed), count))
-        return reduced
+        parts = dict(zip(differ, local, strict=True))
+        for i, x in parts.items():
+            parts[i] = ops.as_summand(op, _within(op, x, axes), "reduce")
+        summed = sum_split([parts[i] for i in whole], [specs[i] for i in whole], topology, options)
+        totals = dict(zip(whole, summed, strict=True))
+        return [
+            ops.from_total(op, totals[i], count)
+            if i in totals
+            else splits[i].reduce(op, parts[i], topology)
+            for i in differ
+        ]
 
     arrays = [jnp.asarray(a) for a in arrays]
-    outs = map_replicas(topology, on_replica, arrays, varying, scattered)
-    return [
-        split.from_replicas(x) if is_scattered else x
-        for x, is_scattered, split in zip(outs, scattered, splits, strict=True)
-    ]
+    reduced: dict[int, Any] = {}
+    if differ:
+        scattered = [splits[i] is not None for i in differ]
+        given = [arrays[i] for i in differ]
+        outs = map_replicas(topology, on_replica, given, [True] * len(differ), scattered)
+        reduced.update(zip(differ, outs, strict=True))
+    for i, x in enumerate(arrays):
+        if i not in reduced:  # equal on all replicas: there is nothing to communicate
+            own = ops.as_summand(op, _within(op, x, axes), "reduce")
+            reduced[i] = own * count if op is ReduceOp.SUM else own
+        elif splits[i] is not None:
+            reduced[i] = splits[i].from_replicas(reduced[i])
+    return [reduced[i] for i in range(len(arrays))]
 
 
 def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The context stack: who is calling, and where variables' values live.
+"""Who is calling, and where variables' values live: the stack of frames, scopes, threads.
 
 Frames are pushed by `scope` (cross-replica), by `run` (replica), by a merge function
 (cross-replica again) and by `update`. An empty stack is the default context: the default
@@ -10,13 +10,111 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-from distjax._src import inner_traces, jax_compat
-from distjax._src.context.contracts import StrategyLike, VariableLike
-from distjax.errors import ContextError, StrategyMismatchError, message
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distjax._src import jax_compat, traces
+from distjax._src.placement import PerReplica, Topology
+from distjax._src.typing import (
+    ArrayLike,
+    AxisLike,
+    DTypeLike,
+    KeywordArgs,
+    PositionalArgs,
+    PyTree,
+    ReduceOpLike,
+    VariableModes,
+)
+from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
+
+# -- a strategy, as seen by code that gets it from the context -----------------
+# The strategy interface as seen by code that gets a strategy from the context.
+#
+# These are Protocols because that code lies below the strategies. Floors that need more of a
+# strategy declare it themselves (`ExtendedForVariables` in `variables.variable`).
+
+
+#: The devices where a value is needed: those of a variable, array or PerReplica, or named
+#: devices; None: all workers.
+Destinations: TypeAlias = (
+    "VariableLike | ArrayLike | PerReplica | jax.Device | str | Sequence[jax.Device | str] | None"
+)
+
+
+class StrategyLike(Protocol):
+    """A strategy; see `distjax.Strategy`."""
+
+    @property
+    def extended(self) -> ExtendedLike:
+        """The extended interface."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    def run(
+        self, fn: Callable[..., PyTree], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> PyTree: ...
+    def reduce(
+        self,
+        op: ReduceOpLike,
+        value: PyTree,
+        axis: AxisLike = None,
+        mask: PyTree = None,
+    ) -> PyTree: ...
+
+
+class VariableLike(Protocol):
+    """A variable as the context needs it; see `distjax.Variable`."""
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy that owns it."""
+        ...
+
+
+class ExtendedLike(Protocol):
+    """A strategy's `extended`; see the methods of `distjax.StrategyExtended`."""
+
+    is_default: bool
+    wraps: bool
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy that this extends."""
+        ...
+
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def num_replicas(self) -> int: ...
+    @property
+    def axis_name(self) -> str: ...
+    @property
+    def public_axis_name(self) -> str | None: ...
+    @property
+    def worker_devices(self) -> tuple[jax.Device, ...]: ...
+    def pause_writers(self) -> AbstractContextManager[None]: ...
+    def place_arguments(self, tree: PyTree) -> PyTree: ...
+    def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> PyTree: ...
+    def create_variable(
+        self,
+        initial_value: PyTree,
+        *,
+        trainable: bool | None,
+        name: str,
+        dtype: DTypeLike | None,
+        modes: VariableModes,
+        sharding: PartitionSpec | NamedSharding | None = None,
+    ) -> Any: ...
+
+
+# -- the stack -----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,14 +189,14 @@ def current() -> Frame:
     frame = frames[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
         # An inner function reads state that is not part of JAX's cache key.
-        inner_traces.forget_inner_traces(frame.state.trace)
+        traces.forget_inner_traces(frame.state.trace)
     return frame
 
 
 def push(frame: Frame) -> None:
     """Puts `frame` on the stack."""
     _stack.set((*_stack.get(), frame))
-    inner_traces.renew_inner_traces()
+    traces.renew_inner_traces()
 
 
 def take_out(frame: Frame) -> bool:
@@ -108,7 +206,7 @@ def take_out(frame: Frame) -> bool:
     if len(rest) == len(frames):
         return False
     _stack.set(rest)
-    inner_traces.renew_inner_traces()
+    traces.renew_inner_traces()
     return True
 
 
@@ -256,3 +354,229 @@ def mixing_text(strategy: StrategyLike, frame: Frame, what: str) -> str:
         "distjax's: their replicas and variables live in different ways",
         fix=f"leave the context of {frame.strategy!r} first, or use one strategy throughout",
     )
+
+
+# -- scopes, and the free functions that query the current context -------------
+
+
+class Scope(contextlib.ContextDecorator):
+    """What `strategy.scope()` returns: the strategy is active while it is entered.
+
+    It is reentrant and can be entered in several threads: each entry pushes a new frame on
+    its thread's stack.
+    """
+
+    def __init__(self, strategy: StrategyLike):
+        self._strategy = strategy
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> Any:
+        frame = _scope_frame(self._strategy)
+        try:
+            self._entered.append(frame)
+            push(frame)
+            return self._strategy
+        except BaseException:  # a signal: `with` does not exit what it has not entered
+            take_out(frame)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        innermost = current()
+        frame = next((f for f in reversed(stack()) if f in self._entered), None)
+        if frame is not None:
+            self._leave(frame)
+        if frame is not innermost and kind is None:  # never mask an exception in flight
+            raise ContextError(_order_text(self._strategy, None if frame is None else innermost))
+
+    def _leave(self, frame: Frame) -> None:
+        try:
+            take_out(frame)
+        finally:
+            take_out(frame)  # a signal may have cut the first attempt short
+            self._entered.remove(frame)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Nobody can exit it any more: it was entered by hand, or a signal came first. (A signal
+        # in `__init__` leaves no list.)
+        if is_finalizing():  # Python has taken this module apart
+            return
+        for frame in vars(self).get("_entered", ()):
+            take_out(frame)
+
+
+def _order_text(strategy: StrategyLike, innermost: Frame | None) -> str:
+    return message(
+        f"scopes need to be left in the order opposite to entering, here the scope of {strategy!r}",
+        got="a scope that was left before, or entered in another thread"
+        if innermost is None
+        else f"innermost is {innermost.name}",
+        why="each thread has one stack of contexts (scope nesting error)",
+        fix="with strategy.scope(): ...",
+    )
+
+
+def _scope_frame(strategy: StrategyLike) -> Frame:
+    now = current()
+    if strategy.extended.is_default:
+        _require_nothing_to_nest(now)
+        return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
+    require_enterable(strategy, "scope()")
+    colocate_with = now.colocate_with if now.strategy is strategy else None
+    return Frame(strategy, state=now.state, in_update=now.in_update, colocate_with=colocate_with)
+
+
+def _require_nothing_to_nest(now: Frame) -> None:
+    if not now.has_strategy:
+        return
+    raise StrategyMismatchError(
+        message(
+            "Must not nest tf.distribute.Strategy scopes: the default strategy's scope needs no "
+            "other strategy to be active",
+            got=now.name,
+            why="inside it the default strategy would have to be active, and it is not",
+            fix="`with default.scope():` outside of `with strategy.scope():`",
+        )
+    )
+
+
+def get_strategy() -> Any:
+    """Returns the active strategy; the default strategy if there is none."""
+    return current().strategy
+
+
+def has_strategy() -> bool:
+    """Returns whether a strategy other than the default one is active."""
+    return current().has_strategy
+
+
+def get_replica_context() -> Any:
+    """Returns the ReplicaContext, or None in cross-replica context.
+
+    If no strategy is active, the context of the default strategy's single replica.
+    """
+    return current().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Returns whether code runs once on behalf of all replicas."""
+    return not in_replica_context()
+
+
+def set_strategy(strategy: StrategyLike | None) -> None:
+    """Makes `strategy` active from now on, replacing one set earlier.
+
+    Args:
+      strategy: the strategy; None deactivates the one set earlier.
+
+    Raises:
+      TypeError: not a strategy.
+      ContextError: inside a `with strategy.scope():` block.
+    """
+    require_strategy(strategy, "set_strategy")
+    now = stack()
+    if len(now) > 1 or (now and not now[0].from_set_strategy):
+        raise ContextError(
+            message(
+                "set_strategy Must not be called inside a `tf.distribute.Strategy` scope",
+                got=current().name,
+                why="the block would end under another strategy than it began",
+                fix="leave the block first, or use `with strategy.scope():` alone",
+            )
+        )
+    if now:
+        take_out(now[0])
+    if strategy is not None and not strategy.extended.is_default:
+        push(Frame(strategy, from_set_strategy=True))
+
+
+def require_strategy(strategy: object, method: str) -> None:
+    """Raises a TypeError unless `strategy` is a distjax strategy or None."""
+    extended = getattr(strategy, "extended", None)
+    if strategy is None or getattr(extended, "strategy", None) is strategy:
+        return
+    raise TypeError(
+        message(
+            f"{method} needs a distjax strategy, or None",
+            got=describe_value(strategy),
+            why="programs and variables belong to the strategy itself",
+            fix="strategy = dj.MirroredStrategy(); for an adapter of dj.compat its `.wrapped`",
+        )
+    )
+
+
+# -- what another thread needs: the frames and JAX modes of this one -----------
+
+
+#: The contexts of JAX modes that matter to another thread, or to another process.
+_CONTEXTS: Mapping[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+    "jax_default_device": jax.default_device,
+}
+_NAMES = tuple(_CONTEXTS)
+#: Modes that change values.
+_OF_VALUES = _NAMES[:5]
+#: Modes that matter wherever a program runs: those that change values or check results.
+_OF_PROGRAMS = _NAMES[:7]
+#: The same within this process, plus the guards on transfers that the user can observe.
+_OF_CALLS = _NAMES[:10]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramModes:
+    """JAX modes of a thread, which another thread or process can enter.
+
+    Attributes:
+      values: by the name of the mode.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of_this_thread(cls, names: Sequence[str] = _OF_PROGRAMS) -> ProgramModes:
+        """Returns the modes in which the calling thread calls programs."""
+        config: Any = jax.config  # thread-local values, unknown to pyright
+        return cls(tuple((name, getattr(config, name)) for name in names))
+
+    @contextlib.contextmanager
+    def __call__(self) -> Generator[None]:
+        """A context in which the calling thread has these modes."""
+        config: Any = jax.config
+        differing = [(n, value) for n, value in self.values if value != getattr(config, n)]
+        with contextlib.ExitStack() as modes:
+            for name, value in differing:
+                modes.enter_context(_CONTEXTS[name](value))
+            yield
+
+
+def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a context factory that gives another thread this thread's context.
+
+    That is the stack of frames and the JAX modes that change values and placement, such as
+    64-bit mode, the implementation of random keys and the default device.
+    """
+    all_frames = stack()
+    modes = ProgramModes.of_this_thread((*_OF_VALUES, "jax_default_device"))
+
+    @contextlib.contextmanager
+    def enter_settings() -> Generator[None]:
+        with with_stack(all_frames), modes():
+            yield
+
+    return enter_settings
+
+
+def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a context factory with this thread's JAX modes for calling programs.
+
+    For example those set by `jax.debug_nans` and `jax.transfer_guard`.
+    """
+    return ProgramModes.of_this_thread(_OF_CALLS)

@@ -15,7 +15,7 @@ from distjax._src.data.iterator import DistributedIterator
 from distjax._src.data.options import OWN, InputContext, InputOptions, as_input_options
 from distjax._src.data.reader import Epochs, Reader
 from distjax._src.data.splitting import GlobalBatches, ReplicaElements, Splitter
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.arguments import require_callable
 from distjax._src.typing import DatasetLike
 from distjax.errors import describe_value, message

@@ -14,8 +14,13 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.data.options import Batch
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.transfer import HELD_FIX, require_no_mask, wraps_around
+from distjax._src.placement import (
+    HELD_FIX,
+    PerReplica,
+    is_per_replica,
+    require_no_mask,
+    wraps_around,
+)
 from distjax._src.typing import PyTree
 from distjax.errors import BatchError, describe_value, message
 

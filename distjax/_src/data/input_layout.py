@@ -15,10 +15,13 @@ from jax.sharding import Sharding
 from distjax._src import hooks, jax_compat
 from distjax._src.data.elements import HostTree
 from distjax._src.data.reader import HostElement
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.rows import note_batch
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import transfer_each, transfer_local_rows
+from distjax._src.placement import (
+    PerReplica,
+    Topology,
+    note_batch,
+    transfer_each,
+    transfer_local_rows,
+)
 from distjax._src.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this

@@ -22,16 +22,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 from distjax._src import hooks, jax_compat
-from distjax._src.context import frames
-from distjax._src.context.thread_settings import settings_of_this_thread
+from distjax._src.context import frames, settings_of_this_thread
 from distjax._src.data.elements import HostTree
 from distjax._src.data.input_layout import Block, InputLayout, Steps
 from distjax._src.data.options import InputOptions, Partial
 from distjax._src.data.reader import Position, Reader, require_position_of
-from distjax._src.integers import require_int
-from distjax._src.interrupts import interrupts
-from distjax._src.waiters import Waiters
-from distjax.errors import ContextError, message
+from distjax._src.interrupts import Waiters, interrupts
+from distjax.errors import ContextError, message, require_int
 
 #: The prefix of the threads' names.
 THREAD_NAME = "distjax-prefetch"

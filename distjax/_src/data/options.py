@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 
 import jax
 
-from distjax._src.integers import require_int
-from distjax.errors import BatchError, describe_value, message
+from distjax.errors import BatchError, describe_value, message, require_int
 
 Partial = Literal["error", "drop", "pad"]
 Shard = Literal["rows", "own"]

@@ -21,9 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.context import frames
-from distjax._src.context.reporting import Finding
-from distjax._src.context.scoping import require_strategy
+from distjax._src.context import Finding, frames, require_strategy
 from distjax._src.diagnostics.collectives import list_compiled, list_lowered, merge_scope, user_line
 from distjax._src.diagnostics.explanation import (
     Cut,
@@ -35,9 +33,8 @@ from distjax._src.diagnostics.explanation import (
 )
 from distjax._src.lint import layer
 from distjax._src.lint.between_runs import is_own, recall
+from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import Topology
 from distjax._src.program.jit import (
     CompiledFunction,
     CompiledProgram,
@@ -58,11 +55,11 @@ from distjax._src.replica.arguments import (
     user_path,
 )
 from distjax._src.replica.global_value import GlobalValue
-from distjax._src.replica.run import TracedRun
+from distjax._src.replica.trace import TracedRun
 from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
 from distjax.errors import ContextError, UnsupportedError, message
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from distjax._src.context.reporting import Finding
+from distjax._src.context import Finding
 from distjax._src.diagnostics.collectives import (
     Collective,
     CollectiveCount,

@@ -6,7 +6,7 @@ import jax
 
 from distjax._src import jax_compat
 from distjax._src.context import frames
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.tables import Table
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distjax._src import inner_traces, jax_compat
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
+from distjax._src import jax_compat, traces
+from distjax._src.context import StrategyLike, frames
 from distjax._src.flax import rules
 from distjax._src.flax.graphs import (
     FlatGraph,
@@ -54,8 +53,7 @@ from distjax._src.flax.plans import (
 )
 from distjax._src.flax.rules import metrics_in
 from distjax._src.flax.writes import Outcome, VariableOutcome, combine_writes
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import are_exchanged
+from distjax._src.placement import PerReplica, are_exchanged, is_per_replica
 from distjax._src.replica.arguments import is_array
 from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.typing import ArrayLike, PyTree
@@ -134,7 +132,7 @@ class SplitNNX:
     def holding(self, leaves: Sequence[Any], context: ReplicaContext | None) -> Generator[None]:
         """A context in which the objects hold traced values."""
         # An inner function that closes over an object would leak these tracers to later traces.
-        inner_traces.forget_inner_traces(jax_compat.current_trace())
+        traces.forget_inner_traces(jax_compat.current_trace())
         graph = nnx.iter_graph(tuple(self._objects), graph=True)
         nodes = {path: node for path, node in graph if isinstance(node, nnx.Pytree)}
         variables = [v for v in self._variables if isinstance(v, nnx.Variable)]

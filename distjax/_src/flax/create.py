@@ -14,8 +14,7 @@ from flax import nnx
 from distjax._src import jax_compat
 from distjax._src.cluster.ledger import phase
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_program
-from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
+from distjax._src.context import ExtendedLike, StrategyLike, frames
 from distjax._src.flax import specs
 from distjax._src.flax.graphs import (
     forget_strategies,
@@ -28,11 +27,10 @@ from distjax._src.flax.graphs import (
     strategy_records,
 )
 from distjax._src.flax.plans import layout_of, place_array, place_objects, raw_value
-from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import PerReplica, is_per_replica, require_same_topology, transfer
 from distjax._src.replica.arguments import is_array
 from distjax._src.strategies.values import place_rows, require_rows
-from distjax._src.traced_types import struct
+from distjax._src.traces import struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.layouts import Layout
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message

@@ -25,13 +25,11 @@ from distjax._src.context import frames
 from distjax._src.flax.graphs import is_object, is_variable, require_no_traced_values
 from distjax._src.flax.plans import gradient_form, raw_value, write_entries
 from distjax._src.flax.specs import spec_of_variable
-from distjax._src.modes import ReduceOp
-from distjax._src.placement.model_axes import Spec
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
+from distjax._src.placement import PerReplica, Spec, is_per_replica
 from distjax._src.replica.global_value import from_user_value, replica_aval, stack_replicas
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.typing import DTypeLike, PyTree, ReduceOpLike
+from distjax._src.typing import DTypeLike, PyTree, ReduceOp, ReduceOpLike
 from distjax._src.variables.layouts import LocalForm
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 

@@ -14,10 +14,10 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from distjax._src import jax_compat
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context import StrategyLike
 from distjax._src.jax_compat import Tracer
 from distjax._src.objects.walk import MAX_DEPTH
-from distjax._src.placement.topology import is_host_memory
+from distjax._src.placement import is_host_memory
 from distjax._src.replica import merge
 from distjax._src.strategies.strategy import are_equal
 from distjax._src.typing import PyTree

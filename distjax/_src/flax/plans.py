@@ -21,7 +21,7 @@ from distjax._src import jax_compat
 from distjax._src.cluster.job import job
 from distjax._src.cluster.meeting import ComparedFact, agree, describe_on_host
 from distjax._src.cluster.programs import record_write
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context import StrategyLike
 from distjax._src.flax import rules, specs
 from distjax._src.flax.graphs import (
     FlatGraph,
@@ -37,14 +37,19 @@ from distjax._src.flax.graphs import (
 )
 from distjax._src.flax.rules import combine_of, metrics_as_key, metrics_in
 from distjax._src.objects.stateful import one_at_a_time
-from distjax._src.placement.model_axes import Spec
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import Topology, is_host_memory
-from distjax._src.placement.transfer import transfer, without_alias
+from distjax._src.placement import (
+    PerReplica,
+    Spec,
+    Topology,
+    is_host_memory,
+    is_per_replica,
+    transfer,
+    without_alias,
+)
 from distjax._src.replica.global_value import AlreadyPlaced
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.reducing import reduction_layout
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import (
     Layout,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax._src import jax_compat
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement import is_per_replica
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 

@@ -12,15 +12,13 @@ from jax import lax
 
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.collectives.reductions import CommunicationOptions, sum_over_replicas
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.reporting import STATE, Finding, report
+from distjax._src.context import STATE, Finding, StrategyLike, report
 from distjax._src.flax import rules
 from distjax._src.flax.plans import BARE, Entry, Plan, as_stored_output
 from distjax._src.flax.rules import SUM, CombineParts, refuse, require_whole
 from distjax._src.lint.between_runs import is_own
 from distjax._src.lint.findings import ALONE, STATE_WHY
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import PerReplica, Topology
 from distjax._src.replica.global_value import from_user_value, stack_replicas
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line

@@ -13,9 +13,8 @@ from distjax._src.cluster.events import set_step
 from distjax._src.cluster.job import job
 from distjax._src.cluster.meeting import hear_first
 from distjax._src.cluster.preemption import listening
-from distjax._src.integers import require_int
 from distjax._src.typing import PyTree
-from distjax.errors import PreemptedError, describe_value, message, require
+from distjax.errors import PreemptedError, describe_value, message, require, require_int
 
 if TYPE_CHECKING:
     from distjax._src.checkpoint.checkpointer import Checkpointer

@@ -15,9 +15,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distjax._src.integers import require_int
 from distjax._src.launch.launcher import Launcher, Options
-from distjax.errors import describe_value, message, require
+from distjax.errors import describe_value, message, require, require_int
 
 _CALL, _RESULT = "call.pickle", "result-{}.pickle"
 

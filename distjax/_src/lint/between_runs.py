@@ -15,11 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.reporting import STATE, Finding, num_reported, report
+from distjax._src.context import (
+    STATE,
+    Finding,
+    num_reported,
+    report,
+    without_expectations,
+)
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact
 from distjax._src.lint.findings import ALONE, expected_state_fix, state_why
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.replica.arguments import PartitionedTree, is_array, user_path
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line

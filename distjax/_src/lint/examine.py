@@ -14,26 +14,25 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from distjax._src import jax_compat
-from distjax._src.context.expectation import current_reason
-from distjax._src.context.reporting import STATE, Finding, report
+from distjax._src.context import STATE, Finding, current_reason, report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
 from distjax._src.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
 from distjax._src.lint.rules import RULES
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.arguments import (
     PartitionedTree,
     function_name,
     is_object_state,
+    nodes_of,
     user_path,
 )
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.merge import WeakMerge
-from distjax._src.replica.run import Given
-from distjax._src.traced_types import struct
-from distjax._src.trees import nodes_of
+from distjax._src.replica.trace import Given
+from distjax._src.traces import struct
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line
 from distjax._src.variables.variable import Variable

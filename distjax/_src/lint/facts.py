@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from distjax._src import jax_compat, user_lines
-from distjax._src.context.reporting import report
+from distjax._src.context import report
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.jaxprs import Flow
 from distjax._src.replica.analysis import MERGE_NAME

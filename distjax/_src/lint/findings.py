@@ -8,8 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from distjax._src.context.expectation import reason_in
-from distjax._src.context.reporting import Finding
+from distjax._src.context import Finding, reason_in
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint.facts import EQUAL_BATCH, Fact, FactWalk, Site, Times, shape_of
 from distjax._src.user_lines import UNKNOWN, calling_line

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from distjax._src import hooks, jax_compat
-from distjax._src.context.expectation import reason_in
+from distjax._src.context import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.lint.between_runs import (
     Feedback,
@@ -28,7 +28,7 @@ from distjax._src.lint.examine import (
 from distjax._src.lint.facts import EQUAL, Fact, Site
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax._src.replica.global_value import GlobalValue
-from distjax._src.replica.run import Given, TracedRun
+from distjax._src.replica.trace import Given, TracedRun
 from distjax._src.typing import PyTree
 from distjax._src.variables.state import variable_p
 from distjax.errors import DivergenceError

@@ -45,7 +45,7 @@ from distjax._src.objects.walk import (
     reference_to,
     stored_attributes,
 )
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable
 

@@ -23,17 +23,14 @@ from typing import Any, Protocol
 import jax
 
 from distjax._src import hooks
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.expectation import without_expectations
+from distjax._src.context import StrategyLike, frames, without_expectations
 from distjax._src.objects.plain_objects import watch_inner
 from distjax._src.objects.walk import Place, find_captures
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.replica.arguments import ObjectStateKey, Static, is_one_leaf
+from distjax._src.placement import is_per_replica
+from distjax._src.replica.arguments import ObjectStateKey, Static, is_one_leaf, nodes_of
 from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.replica.global_value import AlreadyPlaced
-from distjax._src.replica.run import run_in_trace
-from distjax._src.trees import nodes_of
+from distjax._src.replica.trace import run_in_trace
 from distjax._src.typing import PyTree
 from distjax._src.variables.description import VariableDescription
 from distjax._src.variables.state import TraceState

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from distjax._src import user_lines
-from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement import PerReplica
 from distjax._src.replica.arguments import Static
 from distjax._src.typing import PyTree
 from distjax.errors import message

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.optim.optimizer import active, require_variables
 from distjax._src.program.jit import jit
 from distjax._src.typing import PyTree

@@ -13,19 +13,24 @@ import numpy as np
 import optax
 
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.integers import require_int
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+from distjax._src.context import StrategyLike, frames
 from distjax._src.optim.slots import OptimizerState, make_state, update_variables
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.placement import is_per_replica
 from distjax._src.program.jit import jit
 from distjax._src.replica import lax
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.reducing import reduction_layout
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.strategies.values import is_mirrored
-from distjax._src.typing import ArrayLike, DTypeLike, PyTree, ReduceOpLike
+from distjax._src.typing import (
+    ArrayLike,
+    DTypeLike,
+    PyTree,
+    ReduceOp,
+    ReduceOpLike,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from distjax._src.variables.variable import Variable
 from distjax.errors import (
     ContextError,
@@ -34,6 +39,7 @@ from distjax.errors import (
     describe_value,
     message,
     require,
+    require_int,
 )
 
 
@@ -428,7 +434,8 @@ class Optimizer:
 
     def _flush_in_trace(self) -> None:
         assert self._accumulation is not None
-        self._accumulation.flush(self._reduce, functools.partial(self._update, extra={}))
+        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
+        self._accumulation.flush(reduce, self._make_update({}))
 
     def _require_weight(self, weight: PyTree) -> None:
         require(
@@ -507,17 +514,17 @@ class Optimizer:
                 self._step_in_trace(list(grads), extra, weight)
 
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any], weight: PyTree) -> None:
-        apply = functools.partial(self._update, extra=extra)
+        reduce = functools.partial(self._strategy.extended.batch_reduce_to, self._op)
+        update = self._make_update(extra)
         if self._accumulation is None:
-            apply(list(self._reduce(list(zip(grads, self._variables, strict=True)))))
+            update(list(reduce(list(zip(grads, self._variables, strict=True)))))
         else:
-            self._accumulation.step(grads, weight, self._reduce, apply)
+            self._accumulation.step(grads, weight, reduce, update)
 
-    def _reduce(self, pairs: Sequence[tuple[Any, Variable]]) -> Sequence[Any]:
-        return self._strategy.extended.batch_reduce_to(self._op, pairs)
-
-    def _update(self, reduced: list[Any], extra: dict[str, Any]) -> None:
-        update_variables(self._tx, self._require_state(), self._tree, reduced, extra)
+    def _make_update(self, extra: dict[str, Any]) -> Callable[[list[Any]], None]:
+        """Returns what takes reduced gradients and updates variables and state."""
+        state = self._require_state()
+        return functools.partial(update_variables, self._tx, state, self._tree, extra=extra)
 
     def __repr__(self) -> str:
         names = [v.name for v in self._variables]

@@ -54,11 +54,12 @@ def update_variables(
     for variable, value in zip(flat, new_params, strict=True):
         slots = state.slots[variable]
         values = [_add_by_shards(variable, slots, value), *(new[s] for s in slots)]
-        extended.update(variable, _assign_with_slots, args=(slots, values))
+        extended.update(variable, _write_all, args=(slots, values))
     if state.non_slots:
+        first, *others = state.non_slots
         values = [new[v] for v in state.non_slots]
         devices = extended.non_slot_devices(flat)
-        extended.update_non_slot(devices, _assign_each, args=(state.non_slots, values))
+        extended.update_non_slot(devices, _write_all, args=(first, others, values))
 
 
 def _add_by_shards(variable: Variable, slots: Sequence[Variable], value: jax.Array) -> jax.Array:
@@ -76,15 +77,9 @@ def _add_by_shards(variable: Variable, slots: Sequence[Variable], value: jax.Arr
     return value
 
 
-def _assign_with_slots(
-    variable: Variable, slots: Sequence[Variable], values: Sequence[Any]
-) -> None:
-    _assign_each([variable, *slots], values)
-
-
-def _assign_each(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(rounded(value, variable.dtype))
+def _write_all(first: Variable, others: Sequence[Variable], values: Sequence[Any]) -> None:
+    for variable, value in zip((first, *others), values, strict=True):
+        variable.write(rounded(value, variable.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distjax._src.placement.rows import MIXED, axis_of_layout, is_in_front, note
 from distjax._src.placement.topology import Topology, unplaced_topology
 from distjax._src.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax._src.tables import Table, as_html
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 

@@ -10,6 +10,7 @@ its layout on the devices tells, and where all replicas share one device only wh
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from distjax._src import jax_compat
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.jaxprs import Flow
 from distjax._src.placement.topology import Topology
-from distjax._src.traced_types import is_struct
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 
@@ -161,7 +162,7 @@ def _axis_of_tracer(tracer: PyTree, topology: Topology) -> Axis:
         axis = None if behind is None else _known_axis(behind, topology)
         mapped = getattr(tracer, "batch_dim", None)
         return _without([mapped], axis) if isinstance(mapped, int) else axis
-    axes = [_known_axis(x, topology) for x in eqn.in_tracers]
+    axes = list(map(functools.partial(_known_axis, topology=topology), eqn.in_tracers))
     outs = _AxisFlow(topology.num_replicas).outputs_of(eqn, axes)
     return outs[jax_compat.output_number(tracer, eqn)]
 

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax._src import hooks, jax_compat
-from distjax._src.integers import is_int, require_int
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, is_int, message, require_int
 
 #: The default name of the mesh axis over the replicas.
 REPLICA_AXIS = "replica"

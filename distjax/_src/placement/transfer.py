@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 
 from distjax._src import jax_compat
 from distjax._src.placement.topology import Topology
-from distjax._src.traced_types import is_struct, struct
+from distjax._src.traces import is_struct, struct
 from distjax._src.typing import PyTree
 from distjax.errors import LocalityError, describe_value, message
 

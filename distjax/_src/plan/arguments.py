@@ -20,8 +20,7 @@ from jax.tree_util import keystr
 from distjax._src import jax_compat
 from distjax._src.diagnostics.explain_step import Notes
 from distjax._src.objects.stateful import ObjectKeywords, is_placeholder
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import is_host_memory
+from distjax._src.placement import PerReplica, is_host_memory
 from distjax._src.program.jit import LoweredProgram
 from distjax._src.replica.arguments import positional_names, user_path
 from distjax._src.typing import DTypeLike, PyTree

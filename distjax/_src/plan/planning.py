@@ -22,7 +22,7 @@ from distjax._src.diagnostics.collectives import (
     list_lowered,
 )
 from distjax._src.diagnostics.explain_step import Notes, lower_step
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.plan import targets
 from distjax._src.plan.arguments import Argument, arguments_of
 from distjax._src.plan.reading import planned_collectives, read_memory, seconds_at_least

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from distjax._src.diagnostics.axes import groups_of
-from distjax._src.diagnostics.collectives import Collective
-from distjax._src.placement.topology import Topology
+from distjax._src.diagnostics.collectives import Collective, groups_of
+from distjax._src.placement import Topology
 from distjax._src.plan.arguments import Argument
 from distjax._src.plan.report import CAUSES, PlannedCollective, PlannedMemory, PlannedVariable
 from distjax._src.plan.schedule import Instruction, Live, Schedule, type_bytes_in_memory

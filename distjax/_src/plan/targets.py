@@ -18,11 +18,10 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.objects.stateful import is_stateful
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import PerReplica, transfer
 from distjax._src.replica.arguments import function_name, is_array_or_struct
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.traced_types import struct
+from distjax._src.traces import struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message

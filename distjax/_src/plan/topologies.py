@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distjax._src import jax_compat
-from distjax._src.traced_types import struct
+from distjax._src.traces import struct
 from distjax.errors import message
 
 #: The libtpu that goes with this line of JAX: newer ones fail to print some programs.

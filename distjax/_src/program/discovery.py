@@ -17,23 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from distjax._src import hooks, inner_traces, jax_compat
+from distjax._src import hooks, jax_compat, traces
 from distjax._src.collectives.mapping import join_maps
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame
+from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
 from distjax._src.objects.stateful import active_bridge, explaining_errors, is_stateful
-from distjax._src.placement.per_replica import AuxData, PerReplica, with_aux
-from distjax._src.placement.rows import stand_in
-from distjax._src.placement.transfer import require_held, transfer
-from distjax._src.replica.arguments import PartitionedTree, is_array, user_path
+from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, transfer, with_aux
+from distjax._src.replica.arguments import PartitionedTree, is_array, nodes_of, user_path
 from distjax._src.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax._src.replica.trace import add_value_note
-from distjax._src.staged_call import stage_call
-from distjax._src.traced_types import type_of
-from distjax._src.trees import nodes_of
+from distjax._src.traces import stage_call, type_of
 from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.construct import compute_initial
 from distjax._src.variables.state import CreationLog, TraceState, with_variables_as_inputs
@@ -352,11 +346,7 @@ class Discovered:
     @property
     def equations(self) -> Iterator[jax_compat.JaxprEqn]:
         """The equations of its code, at any depth."""
-        pending = [self._jaxpr]
-        while pending:
-            for eqn in pending.pop().eqns:
-                yield eqn
-                pending += jax_compat.sub_jaxprs(eqn)
+        return jax_compat.equations_of(self._jaxpr)
 
     @property
     def constants(self) -> list[Any]:
@@ -464,7 +454,7 @@ def discover(
 
     with contextlib.closing(log), _naming_arguments(step, args, kwargs), around.watching():
         with explaining_errors():
-            jaxpr, consts = inner_traces.trace_jaxpr(trace, list(map(type_of, given)))
+            jaxpr, consts = traces.trace_jaxpr(trace, list(map(type_of, given)))
     error = found.pop("error", None)
     discovered = Discovered(step.name, jaxpr, consts, treedef, log=log, **found)
     discovered.roots = [step.function, *around.objects]
@@ -518,12 +508,10 @@ def _naming_arguments(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _meshes_of(jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
     """Yields the meshes named by equations at any depth."""
-    for eqn in jaxpr.eqns:
+    for eqn in jax_compat.equations_of(jaxpr):
         mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
         if hasattr(mesh, "size"):
             yield mesh
-        for sub in jax_compat.sub_jaxprs(eqn):
-            yield from _meshes_of(sub)
 
 
 def _is_result(value: object) -> bool:

@@ -16,8 +16,8 @@ from weakref import ref
 import jax
 
 from distjax._src import hooks, jax_compat, user_lines
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.placement.per_replica import is_per_replica
+from distjax._src.context import StrategyLike
+from distjax._src.placement import is_per_replica
 from distjax._src.replica.arguments import Static, function_name, is_one_leaf, user_path
 from distjax._src.typing import PyTree
 from distjax.errors import RecompilationWarning, message
@@ -45,61 +45,48 @@ class FunctionCache:
 
     def __init__(self, make: Callable[[Callable[[], Any]], Any]) -> None:
         self._make = make
-        self._of_functions: dict[ref[FunctionType], tuple[CodeType, Any]] = {}
-        self._of_others: dict[Hashable, tuple[Callable[[], Any], Any, CodeType | None]] = {}
+        #: Key of the function -> what returns it, its value, its code at that time.
+        self._entries: dict[Hashable, tuple[Callable[[], Any], Any, CodeType | None]] = {}
         self._lock = threading.RLock()
 
-    def get(self, fn: object) -> Any:
+    def get(self, fn: Any) -> Any:
         """Returns the value of ``fn``."""
-        if type(fn) is not FunctionType:
-            return self._get_other(fn)
-        entry = self._of_functions.get(ref(fn))
-        if entry is None or entry[0] is not fn.__code__:
-            return self._make_for_function(fn)
+        if type(fn) is FunctionType:
+            key, code = ref(fn), fn.__code__
+        elif isinstance(fn, MethodType):  # each access of a bound method makes a new object
+            key = id(fn.__self__), id(fn.__func__)
+            code = getattr(fn.__func__, "__code__", None)
+        else:
+            key, code = id(fn), None
+        entry = self._entries.get(key)
+        if entry is None or entry[2] is not code or entry[0]() is None:
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is None or entry[2] is not code or entry[0]() is None:
+                    key, resolve = self._weakly(fn, key)
+                    entry = self._entries[key] = resolve, self._make(resolve), code
         return entry[1]
 
-    def _make_for_function(self, fn: FunctionType) -> Any:
-        with self._lock:
-            entry = self._of_functions.get(ref(fn))
-            if entry is None or entry[0] is not fn.__code__:
-                key = ref(fn, lambda key: self._of_functions.pop(key, None))
-                entry = self._of_functions[key] = fn.__code__, self._make(key)
-            return entry[1]
+    def _weakly(self, fn: Any, key: Hashable) -> tuple[Hashable, Callable[[], Any]]:
+        """Returns the key to keep, and what returns ``fn`` as long as anyone else has it."""
+        if type(fn) is FunctionType:
+            own = ref(fn, lambda own: self._entries.pop(own, None))
+            return own, own
 
-    def _get_other(self, fn: object) -> Any:
-        key = _identity(fn)
-        code = getattr(fn.__func__, "__code__", None) if isinstance(fn, MethodType) else None
-        entry = self._of_others.get(key)
-        if entry is not None and entry[0]() is not None and entry[2] is code:
-            return entry[1]
-        with self._lock:
-            entry = self._of_others.get(key)
-            if entry is None or entry[0]() is None or entry[2] is not code:
-                resolve = self._resolver(fn, key)
-                entry = self._of_others[key] = resolve, self._make(resolve), code
-            return entry[1]
-
-    def _resolver(self, fn: object, key: Hashable) -> Callable[[], Any]:
         def forget(_: object) -> None:
-            self._of_others.pop(key, None)
+            self._entries.pop(key, None)
 
-        owner = fn.__self__ if isinstance(fn, MethodType) else fn
         try:
-            resolve = ref(owner, forget)
+            resolve = ref(fn.__self__ if isinstance(fn, MethodType) else fn, forget)
         except TypeError:
-            return lambda: fn
+            return key, lambda: fn
         if not isinstance(fn, MethodType):
-            return resolve
+            return key, resolve
         function = fn.__func__
-        return lambda: None if (owner := resolve()) is None else MethodType(function, owner)
+        return key, lambda: None if (owner := resolve()) is None else MethodType(function, owner)
 
     def __len__(self) -> int:
-        return len(self._of_functions) + len(self._of_others)
-
-
-def _identity(fn: object) -> Hashable:
-    """Returns the key of a callable; each access of a bound method makes a new method object."""
-    return (id(fn.__self__), id(fn.__func__)) if isinstance(fn, MethodType) else id(fn)
+        return len(self._entries)
 
 
 # -- retraces -----------------------------------------------------------------

@@ -16,25 +16,22 @@ from typing import Any
 
 import jax
 
-from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.frames import Frame
-from distjax._src.integers import is_int
+from distjax._src.context import ExtendedLike, Frame, StrategyLike, frames, without_expectations
 from distjax._src.objects.stateful import (
     call_of,
     is_placeholder,
     is_stateful,
 )
-from distjax._src.placement.per_replica import (
+from distjax._src.placement import (
     PerReplica,
+    Topology,
+    is_elsewhere,
     is_per_replica,
     off_their_devices,
     require_in_front,
+    require_not_split,
+    transfer,
 )
-from distjax._src.placement.rows import require_not_split
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import is_elsewhere, transfer
 from distjax._src.program.discovery import Step
 from distjax._src.program.functions import record_new_function
 from distjax._src.program.program import Program, Require
@@ -47,13 +44,12 @@ from distjax._src.replica.arguments import (
     unmark,
     user_path,
 )
-from distjax._src.replica.run import run_in_trace
-from distjax._src.replica.trace import add_value_note
-from distjax._src.tracebacks import keep_user_lines
-from distjax._src.traced_types import is_struct
+from distjax._src.replica.trace import add_value_note, run_in_trace
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.state import TraceState
-from distjax.errors import LocalityError, message
+from distjax.errors import LocalityError, is_int, message
 
 # -- error notes --------------------------------------------------------------
 # Hints for JAX errors caused by how a step uses distjax.

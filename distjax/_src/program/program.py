@@ -21,9 +21,8 @@ import jax
 
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.context import frames
-from distjax._src.objects.stateful import call_of, find_objects, one_at_a_time
-from distjax._src.placement.per_replica import is_per_replica, return_to_replicas
-from distjax._src.placement.transfer import is_narrowed, require_held
+from distjax._src.objects.stateful import StatefulArgs, call_of, find_objects, one_at_a_time
+from distjax._src.placement import is_narrowed, is_per_replica, require_held, return_to_replicas
 from distjax._src.program.discovery import Discovered, Step, discover
 from distjax._src.program.functions import RetraceWatch
 from distjax._src.program.launch import Build, Finish, NotTraced, require_outside_traces
@@ -191,33 +190,41 @@ class Program:
           refused: the error of an attempt to launch the build, if any.
         """
         require_no_nan(refused, self._step, self._build, args)  # first: it donated the arguments
-        if self._num_calls > 1:
-            return self._with_objects(self._run, args, kwargs, refused)
         names = self._step.name, self._step.argument_names
-        told = hooks.tell(hooks.on_call, self._memory, self._step, names, args, kwargs)
-        result = self._with_objects(self._run, args, kwargs, refused)
+        told = ()
+        if self._num_calls < 2:
+            told = hooks.tell(hooks.on_call, self._memory, self._step, names, args, kwargs)
+        split = self._find_objects(args, kwargs)
+        if split is None:
+            result = self._run(args, kwargs, None, refused)
+        else:  # `jit` refused objects as they are, and nothing else
+            result = self._take_turn(split, self._run)
         for after_call in told:
             after_call(result, self._build.facts if self._build is not None else {})
         return result
 
-    def _with_objects(
-        self,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        refused: Exception | None = None,
-    ) -> Any:
-        """Returns ``run``'s result for the arguments; threads take turns with their objects."""
+    def _find_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], StatefulArgs] | None:
+        """Returns what splits the objects that a call takes or captures; None: there are none."""
         step = self._step
-        split = None
-        if step.takes_objects:
-            split = find_objects(step.function, args, kwargs, step.strategy, step.donate_argnums)
-        if split is None:
-            return run(args, kwargs, None, refused)
+        if not step.takes_objects:
+            return None
+        return find_objects(step.function, args, kwargs, step.strategy, step.donate_argnums)
+
+    def _take_turn(self, split: Callable[[], StatefulArgs], run: Callable[..., Any]) -> Any:
+        """Returns ``run``'s result for objects taken apart; threads take turns with them."""
         with one_at_a_time:  # until the objects have been written
             objects = split()
             self._ready = None
-            return objects.call(run)  # `jit` refused objects as they are, and nothing else
+            return objects.call(run)
+
+    def _with_objects(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns ``run``'s result for the arguments, objects among them taken apart."""
+        split = self._find_objects(args, kwargs)
+        return run(args, kwargs) if split is None else self._take_turn(split, run)
 
     def _run(
         self,

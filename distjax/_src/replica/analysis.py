@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from distjax._src import jax_compat, user_lines
-from distjax._src.context.expectation import says_equal
-from distjax._src.jax_compat import JaxprEqn, sub_jaxprs
+from distjax._src.context import says_equal
+from distjax._src.jax_compat import JaxprEqn, equations_of, sub_jaxprs
 from distjax._src.jaxprs import Flow
 from distjax.errors import DivergenceError, message
 
@@ -36,21 +35,6 @@ HI_PRIMITIVES = frozenset("SearchSorted Nonzero Einsum Ldexp Frexp CheckpointNam
 
 MERGE_NAME = "distjax_merge_call"
 
-_blind: ContextVar[bool] = ContextVar("distjax_blind_analysis", default=False)
-
-
-@contextlib.contextmanager
-def blind() -> Generator[None]:
-    """Makes the analysis prove nothing for a block, to test its soundness.
-
-    Programs compiled in the block treat every value as differing.
-    """
-    token = _blind.set(True)
-    try:
-        yield
-    finally:
-        _blind.reset(token)
-
 
 class Analysis(Flow[bool]):
     """The rules, for one replica axis name: whether a value differs.
@@ -70,11 +54,6 @@ class Analysis(Flow[bool]):
     def join(self, a: bool, b: bool) -> bool:
         """Returns whether either value differs."""
         return a or b
-
-    def outputs_of(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool]:
-        """Returns which results of an equation differ, given which of its operands do."""
-        proved = super().outputs_of(eqn, ins)
-        return [True] * len(proved) if _blind.get() else proved
 
     def of_equation(self, eqn: JaxprEqn, ins: list[bool]) -> Sequence[bool] | None:
         """Returns the operands' localities where each operand is returned, else None."""
@@ -107,8 +86,8 @@ class Analysis(Flow[bool]):
             self._is_declared = outside
 
     def key(self, jaxpr: jax_compat.Jaxpr) -> Any:
-        """Returns the two settings on which proofs depend."""
-        return _blind.get(), self._is_declared
+        """Returns whether a block is around the code, on which proofs depend."""
+        return self._is_declared
 
     def _differs(self, eqn: JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
@@ -166,13 +145,10 @@ class Analysis(Flow[bool]):
 
     def collectives(self, jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
         """Yields the equations at which replicas wait for each other."""
-        for eqn in jaxpr.eqns:
+        for eqn in equations_of(jaxpr, lambda eqn: eqn.primitive.name != "shard_map"):
             waits = self.over_replicas(eqn) and eqn.primitive.name != "axis_index"
             if waits or eqn.primitive.name == MERGE_NAME:
                 yield eqn
-            if eqn.primitive.name != "shard_map":
-                for sub in sub_jaxprs(eqn):
-                    yield from self.collectives(sub)
 
 
 def _read_before(collective: str, construct: str) -> str:
@@ -193,9 +169,8 @@ def names_axis(eqn: JaxprEqn, axis_name: str) -> bool:
 
 def holds_merge(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a merge or contains one, at any depth."""
-    if eqn.primitive.name == MERGE_NAME:
-        return True
-    return any(holds_merge(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
+    inside = (e for sub in sub_jaxprs(eqn) for e in equations_of(sub))
+    return any(e.primitive.name == MERGE_NAME for e in (eqn, *inside))
 
 
 def is_declared_equal(eqn: JaxprEqn) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.transfer import require_held
-from distjax._src.traced_types import is_struct
+from distjax._src.placement import PerReplica, require_held
+from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import is_number
 from distjax.errors import describe_value, message
@@ -337,6 +336,17 @@ def mark_static(
         return as_static(leaf, user_path(jax.tree_util.keystr(path), names), is_implied=True)
 
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=is_one_leaf)
+
+
+def nodes_of(treedef: jax.tree_util.PyTreeDef) -> Iterator[tuple[type, Any]]:
+    """Yields the class and the aux data of each node of a tree that is not a leaf."""
+    ahead = [treedef]  # no recursion: trees may be deep
+    while ahead:
+        part = ahead.pop()
+        node = part.node_data()
+        if node is not None:
+            yield node
+        ahead.extend(part.children())
 
 
 # -- static arguments -----------------------------------------------------------

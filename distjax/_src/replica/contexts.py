@@ -11,14 +11,18 @@ from jax import lax
 
 from distjax._src.collectives import ops
 from distjax._src.collectives.ops import require_dense
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame, mixing_text, other_call_text
-from distjax._src.context.reporting import Finding, report
-from distjax._src.placement.per_replica import PerReplica, require_local
-from distjax._src.placement.transfer import require_held
+from distjax._src.context import (
+    Finding,
+    Frame,
+    StrategyLike,
+    frames,
+    mixing_text,
+    other_call_text,
+    report,
+)
+from distjax._src.placement import PerReplica, require_held, require_local
 from distjax._src.replica.arguments import add_merge_note, require_call
-from distjax._src.replica.merge import UserMerge, bind_merge
+from distjax._src.replica.merge import UserMerge, trace_merge
 from distjax._src.typing import PositionalArgs, PyTree, ReduceOpLike
 from distjax._src.user_lines import calling_line
 from distjax._src.variables.variable import Variable
@@ -105,8 +109,9 @@ class ReplicaContext:
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         frame = self._require_current("merge_call")
         try:
-            keep = self.merges.append
-            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, keep)
+            merge = trace_merge(self._strategy, merge_fn, args, kwargs)
+            self.merges.append(merge)  # the equation refers to it weakly
+            return merge.bind(frame.state)
         except Exception as error:
             # A failed merge fails for all replicas, so none can continue without it.
             self.merge_error = error

@@ -25,15 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from distjax._src import hooks, inner_traces, jax_compat, user_lines
+from distjax._src import hooks, jax_compat, traces, user_lines
 from distjax._src.collectives.mapping import map_replicas
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax._src.jaxprs import CALLS, evaluate_inside
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, holds_merge, is_ref
 from distjax._src.replica.global_value import GlobalValue, stack_replicas
-from distjax._src.staged_call import stage_call
-from distjax._src.traced_types import struct
+from distjax._src.traces import stage_call, struct
 from distjax._src.typing import ArrayLike
 from distjax.errors import MergeError, message
 
@@ -222,7 +221,7 @@ def _emit_remat(
         outs[:] = emitter.emit(inner, inner_consts, args)
         return [o.array for o in outs]
 
-    jaxpr, consts = inner_traces.trace_jaxpr(body, [jax_compat.aval_of(i.array) for i in ins])
+    jaxpr, consts = traces.trace_jaxpr(body, [jax_compat.aval_of(i.array) for i in ins])
     whole = jax_compat.new_jaxpr(
         jaxpr, (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns
     )
@@ -358,7 +357,7 @@ def _shapes_only(
         found[:] = fn(*arrays)
         return [o.array for o in found]
 
-    inner_traces.trace_jaxpr(trace, avals, only_shapes=True)
+    traces.trace_jaxpr(trace, avals, only_shapes=True)
     return found
 
 

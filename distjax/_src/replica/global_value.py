@@ -11,9 +11,7 @@ from jax import lax
 from distjax._src import jax_compat
 from distjax._src.collectives.mapping import constrain_to_replicas, map_replicas
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.rows import note_one_value
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import PerReplica, Topology, note_one_value
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable
 from distjax.errors import LocalityError, message

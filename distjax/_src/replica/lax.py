@@ -36,10 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.context import frames
 from distjax._src.replica.arguments import is_array
-from distjax._src.traced_types import struct, type_of
+from distjax._src.traces import struct, type_of
 from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.state import TraceState
@@ -225,7 +225,7 @@ def _scan_no_steps(f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: P
             found[:] = [_types_of(f(carry, x)[1])]
 
     types = _types_of(init), jax.tree.map(_slice_shape, xs)
-    inner_traces.trace_jaxpr(traced, types, only_shapes=True)
+    traces.trace_jaxpr(traced, types, only_shapes=True)
     return _as_arrays(init), jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), found[0])
 
 
@@ -254,7 +254,7 @@ def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) ->
             fn(*args)
         written[:] = list(state.written)
 
-    inner_traces.trace_jaxpr(traced, shapes, only_shapes=True)
+    traces.trace_jaxpr(traced, shapes, only_shapes=True)
     for variable in written:
         outer.require_writable(variable)
     return written

@@ -19,15 +19,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from distjax._src import inner_traces, jax_compat, user_lines, user_mesh
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame
-from distjax._src.context.thread_settings import ProgramModes
+from distjax._src import jax_compat, traces, user_lines, user_mesh
+from distjax._src.context import Frame, ProgramModes, StrategyLike, frames
 from distjax._src.jax_compat import JaxprEqn, ShapedArray, Zero
-from distjax._src.placement.per_replica import PerReplica, require_local, require_same_topology
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import (
+    PerReplica,
+    Topology,
+    require_held,
+    require_local,
+    require_same_topology,
+)
 from distjax._src.replica.analysis import MERGE_NAME, Analysis
 from distjax._src.replica.arguments import (
     PartitionedTree,
@@ -298,20 +299,6 @@ class UserMerge:
         self.strategy, self.fn, self.args = strategy, fn, args
         self._closure = ClosureValues(fn)
         self._modes = ProgramModes.of_this_thread()
-        # Every array is first passed as one value, which makes any operation legal and gives the
-        # same shapes and dtypes for a replica. If that raises, every array is passed per replica.
-        try:
-            self.jaxpr = self._trace_for_shapes(varying=False)
-        except MergeError:  # no locality would fix this
-            raise
-        except Exception:
-            if not self.args.leaves or self.topology.num_replicas == 1:
-                raise
-            with contextlib.suppress(Exception):  # the first error is reported
-                self._trace_for_shapes(varying=True)
-                self.jaxpr = None
-                return
-            raise
 
     @property
     def topology(self) -> Topology:
@@ -329,8 +316,12 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
-    def _trace_for_shapes(self, *, varying: bool) -> jax_compat.Jaxpr:
-        """Traces the function abstractly, for its shapes and variables."""
+    def trace_for_shapes(self, *, varying: bool) -> None:
+        """Traces the function abstractly, for its shapes and variables.
+
+        Args:
+          varying: whether each array is passed per replica, or as one value.
+        """
         topology, found = self.topology, dict[str, Any]()
         axes = (topology.num_replicas,) if varying else ()
         given = map(jax_compat.aval_of, self.args.leaves)
@@ -339,7 +330,10 @@ class UserMerge:
         def traced(*arrays: jax.Array) -> list[Any]:
             creation = CreationLog([], makes_at_once=True)
             state = ShapeState(local_view=False, creations=creation)
-            result = self._call([PerReplica(a, topology) if varying else a for a in arrays], state)
+            values = [PerReplica(a, topology) if varying else a for a in arrays]
+            args, kwargs = self.args.combine(values)
+            with self._called(state):
+                result = self._partition(self.fn(self.strategy, *args, **kwargs))
             outs = self._as_global_values(result.take_leaves())
             written = list(state.written)
             found.update(read=state.read_order, written=written, created=creation.remembered)
@@ -349,16 +343,18 @@ class UserMerge:
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
         with user_mesh.outside_manual_axes():
-            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals, only_shapes=True)
+            jaxpr, _ = traces.trace_jaxpr(traced, avals, only_shapes=True)
         self._require_no_bare_collective(jaxpr)
-        self.__dict__.update(found)
-        return jaxpr
+        self.__dict__.update(found, jaxpr=None if varying else jaxpr)
 
-    def _call(self, values: Sequence[Any], state: TraceState) -> PartitionedTree:
-        args, kwargs = self.args.combine(values)
+    @contextlib.contextmanager
+    def _called(self, state: TraceState) -> Generator[None]:
+        """A context for a call of the function, with variables in `state`."""
         with frames.with_frame(Frame(self.strategy, state=state)), self._closure.restore():
-            result = self.fn(self.strategy, *args, **kwargs)
-            return partition_result(result, f"merge function {function_name(self.fn)}")
+            yield
+
+    def _partition(self, result: PyTree) -> PartitionedTree:
+        return partition_result(result, f"merge function {function_name(self.fn)}")
 
     def _as_global_values(self, results: Sequence[Any]) -> list[GlobalValue]:
         for result in results:
@@ -366,6 +362,20 @@ class UserMerge:
                 where = f"a result of merge function {function_name(self.fn)}"
                 require_same_topology(result, self.topology, where)
         return [from_user_value(result) for result in results]
+
+    def bind(self, state: TraceState) -> Any:
+        """Binds a merge equation in the current trace and returns each replica's result.
+
+        The equation references the merge weakly, so the trace has to keep it alive.
+        """
+        for variable in self.written:
+            state.require_writable(variable)
+        operands = [*self.args.take_leaves(), *map(state.read, self.read)]
+        outs = merge_p.bind(*operands, merge=WeakMerge(self))
+        num_results = len(self.result.leaves)
+        for variable, value in zip(self.written, outs[num_results:], strict=True):
+            state.write(variable, value)
+        return self.result.combine(outs[:num_results])
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the function in the global view, with proved localities."""
@@ -375,8 +385,9 @@ class UserMerge:
         state = MergeState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, to_variable(variable, value, self.topology))
-        with self._modes():
-            result = self._call(args, state)
+        args, kwargs = self.args.combine(args)
+        with self._modes(), self._called(state):
+            result = self._partition(self.fn(self.strategy, *args, **kwargs))
         outs = self._as_global_values(result.leaves)
         is_other = len(outs) != len(self.result.leaves)
         if is_other or set(state.written) != set(self.written):
@@ -441,32 +452,34 @@ class WeakMerge:
         return merge.emit(values, topology)
 
 
-def bind_merge(
+def trace_merge(
     strategy: StrategyLike,
-    state: TraceState,
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    keep: Callable[[UserMerge], None],
-) -> Any:
-    """Binds a merge equation in the current trace and returns each replica's result.
+) -> UserMerge:
+    """Returns a user's merge with these arguments, traced for its shapes.
 
-    The equation references the merge weakly, so ``keep`` must keep it alive.
+    Every array is first passed as one value, which makes any operation legal and gives the same
+    shapes and dtypes for a replica. If that raises, every array is passed per replica.
     """
     partitioned = PartitionedTree((args, kwargs), is_array)
     for leaf in partitioned.leaves:
         require_local(leaf, "merge_call")
         require_held(leaf, "merge_call")
     merge = UserMerge(strategy, fn, partitioned)
-    for variable in merge.written:
-        state.require_writable(variable)
-    operands = [*partitioned.take_leaves(), *map(state.read, merge.read)]
-    keep(merge)
-    outs = merge_p.bind(*operands, merge=WeakMerge(merge))
-    num_results = len(merge.result.leaves)
-    for variable, value in zip(merge.written, outs[num_results:], strict=True):
-        state.write(variable, value)
-    return merge.result.combine(outs[:num_results])
+    try:
+        merge.trace_for_shapes(varying=False)
+    except MergeError:  # no locality would fix this
+        raise
+    except Exception:
+        if not partitioned.leaves or merge.topology.num_replicas == 1:
+            raise
+        with contextlib.suppress(Exception):  # the first error is reported
+            merge.trace_for_shapes(varying=True)
+            return merge
+        raise
+    return merge
 
 
 # -- reductions inside of it --------------------------------------------------

@@ -31,14 +31,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from distjax._src.context.thread_settings import modes_of_this_thread, settings_of_this_thread
-from distjax._src.interrupts import interrupts
+from distjax._src.context import modes_of_this_thread, settings_of_this_thread
+from distjax._src.interrupts import Waiters, interrupts
 from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied
 from distjax._src.servers.per_worker import Argument, DataEnded, PerWorkerSource, draw_each
 from distjax._src.servers.plan import StepPlan
 from distjax._src.typing import PyTree
-from distjax._src.waiters import Waiters
 from distjax.errors import (
     ClosureError,
     ContextError,

@@ -17,8 +17,7 @@ import numpy as np
 from distjax._src import jax_compat
 from distjax._src.context import frames
 from distjax._src.data.options import InputContext
-from distjax._src.integers import require_int
-from distjax._src.placement.transfer import without_alias
+from distjax._src.placement import without_alias
 from distjax._src.replica.arguments import require_call
 from distjax._src.servers.board import Board, Call, Closure, ServerStrategy
 from distjax._src.servers.per_worker import (
@@ -33,9 +32,9 @@ from distjax._src.servers.per_worker import (
     require_source,
 )
 from distjax._src.servers.server import Report, ServerSnapshot
-from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import PyTree
-from distjax.errors import ContextError, describe_value, message, require
+from distjax._src.user_lines import keep_user_lines
+from distjax.errors import ContextError, describe_value, message, require, require_int
 
 # -- results ------------------------------------------------------------------
 

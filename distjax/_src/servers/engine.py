@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.servers.per_worker import Argument, Elements, NumberedElements
 from distjax._src.servers.plan import (
     Executable,

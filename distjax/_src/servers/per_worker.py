@@ -20,7 +20,7 @@ import numpy as np
 
 from distjax._src.data.options import InputContext
 from distjax._src.data.reader import drop
-from distjax._src.placement.transfer import without_alias
+from distjax._src.placement import without_alias
 from distjax._src.typing import DTypeLike, PyTree
 from distjax.errors import describe_value, message, require
 

@@ -23,8 +23,7 @@ from jax.stages import Lowered
 
 from distjax._src import jax_compat
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import Topology, transfer
 from distjax._src.servers.per_worker import Argument, RemoteArray
 from distjax._src.variables.storage import StoredArray
 

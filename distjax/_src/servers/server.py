@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from distjax._src import jax_compat
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import copied, transfer, transfer_each
+from distjax._src.placement import Topology, copied, transfer, transfer_each
 from distjax._src.servers.plan import (
     Executable,
     OnceEach,

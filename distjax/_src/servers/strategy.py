@@ -13,12 +13,9 @@ import jax
 import numpy as np
 
 from distjax._src import user_mesh
-from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.integers import is_int, require_int
-from distjax._src.modes import VariableAggregation, VariableSynchronization
+from distjax._src.context import Destinations, frames
 from distjax._src.objects.stateful import run_here
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
     Topology,
     local_devices,
@@ -43,11 +40,17 @@ from distjax._src.servers.storage import (
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.inspection import StrategyDescription
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.typing import PositionalArgs, PyTree, VariableModes
+from distjax._src.typing import (
+    PositionalArgs,
+    PyTree,
+    VariableAggregation,
+    VariableModes,
+    VariableSynchronization,
+)
 from distjax._src.variables.partitioners import Partitioner, require_partitioner
 from distjax._src.variables.storage import StoredArray
 from distjax._src.variables.variable import Variable
-from distjax.errors import describe_value, require
+from distjax.errors import describe_value, is_int, require, require_int
 
 
 class ParameterServerExtended(StrategyExtended):

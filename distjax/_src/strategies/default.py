@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.expectation import without_expectations
-from distjax._src.context.frames import Frame
+from distjax._src.context import Destinations, Frame, frames, without_expectations
 from distjax._src.data import dataset as datasets
 from distjax._src.data.options import ERROR, InputContext, InputOptions, as_input_options
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
     Topology,
     local_devices,

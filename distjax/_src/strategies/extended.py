@@ -13,14 +13,11 @@ import jax
 
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives.reductions import CommunicationOptions, as_communication_options
-from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.frames import Frame
+from distjax._src.context import Destinations, Frame, frames
 from distjax._src.data import dataset as datasets
 from distjax._src.data.options import InputOptions
 from distjax._src.objects.stateful import run_here
-from distjax._src.placement.rows import holds_noted
-from distjax._src.placement.topology import Topology, in_force
+from distjax._src.placement import Topology, holds_noted, in_force
 from distjax._src.program.functions import FunctionCache
 from distjax._src.program.jit import make_run_program, place_arguments
 from distjax._src.replica.arguments import require_call

@@ -19,8 +19,7 @@ import numpy as np
 from distjax._src import hooks, jax_compat
 from distjax._src.context import frames
 from distjax._src.objects.stateful import active_bridge
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology, is_per_replica
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.tables import Table, as_html, as_text, format_bytes
 from distjax._src.typing import PyTree

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from distjax._src.collectives.reductions import CommunicationOptions
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
     Topology,
     devices_or_all,

@@ -20,24 +20,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src import hooks, user_lines
 from distjax._src.collectives.mapping import constrain_to_replicas
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.expectation import expect, reason_in
-from distjax._src.context.frames import Frame
-from distjax._src.context.reporting import Finding, report
-from distjax._src.context.scoping import require_strategy
-from distjax._src.integers import is_int
+from distjax._src.context import (
+    Finding,
+    Frame,
+    StrategyLike,
+    expect,
+    frames,
+    reason_in,
+    report,
+    require_strategy,
+)
 from distjax._src.jax_compat import JaxprEqn, Literal, Tracer
 from distjax._src.objects.stateful import ResultTree, is_stateful, take_apart
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
+    PerReplica,
     Topology,
     local_devices,
     require_axis_name,
+    require_held,
     take_local,
 )
-from distjax._src.placement.transfer import require_held
 from distjax._src.program.jit import (
     CompiledFunction,
     LoweredProgram,
@@ -60,14 +63,21 @@ from distjax._src.replica.arguments import (
     user_path,
 )
 from distjax._src.replica.global_value import AlreadyPlaced, GlobalValue, stack_replicas
-from distjax._src.replica.run import TracedRun
+from distjax._src.replica.trace import TracedRun
 from distjax._src.strategies.mirrored import MirroredStrategy
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.tracebacks import keep_user_lines
-from distjax._src.trees import first_leaf
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
-from distjax.errors import ContextError, LocalityError, LocalityWarning, describe_value, message
+from distjax._src.variables.storage import first_leaf
+from distjax.errors import (
+    ContextError,
+    LocalityError,
+    LocalityWarning,
+    describe_value,
+    is_int,
+    message,
+)
 
 #: Why state may come back different: `out_axes` says how each result comes back.
 _REASON = "dj.pmap returns a value per replica, or warns where one is returned for all"

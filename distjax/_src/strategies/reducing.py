@@ -31,25 +31,31 @@ from distjax._src.collectives.reductions import (
     reduce_arrays,
     reduce_masked,
 )
-from distjax._src.context.contracts import Destinations
-from distjax._src.integers import is_int
+from distjax._src.context import Destinations
 from distjax._src.masks import require_mask
-from distjax._src.modes import ReduceOp
-from distjax._src.placement.model_axes import Spec
-from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.rows import note_one_value, require_not_split
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import require_held, require_no_mask, transfer, without_alias
+from distjax._src.placement import (
+    PerReplica,
+    Spec,
+    Topology,
+    is_per_replica,
+    note_one_value,
+    require_held,
+    require_no_mask,
+    require_not_split,
+    require_same_topology,
+    transfer,
+    without_alias,
+)
 from distjax._src.replica.arguments import is_array, mark_modules, unmark
 from distjax._src.replica.global_value import GlobalValue, place_output, replica_aval
 from distjax._src.replica.merge import call_as_reduction
 from distjax._src.strategies.values import is_mirrored, off_device
-from distjax._src.traced_types import is_struct
-from distjax._src.typing import AxisLike, PyTree, ReduceOpLike
+from distjax._src.traces import is_struct
+from distjax._src.typing import AxisLike, PyTree, ReduceOp, ReduceOpLike
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.layouts import LaidOut, Layout, spec_of
 from distjax._src.variables.variable import ExtendedForVariables, Variable, read_components
-from distjax.errors import LocalityError, describe_value, message, require
+from distjax.errors import LocalityError, describe_value, is_int, message, require
 
 
 def reduce(

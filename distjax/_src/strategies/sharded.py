@@ -13,11 +13,12 @@ import jax
 
 from distjax._src import jax_compat
 from distjax._src.collectives.reductions import CommunicationOptions
-from distjax._src.placement.model_axes import Spec, free_axes
-from distjax._src.placement.topology import (
+from distjax._src.placement import (
     REPLICA_AXIS,
+    Spec,
     Topology,
     devices_or_all,
+    free_axes,
     mesh_topology,
 )
 from distjax._src.strategies.extended import StrategyExtended

@@ -15,26 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax._src import inner_traces
+from distjax._src import traces
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.data.input_layout import InputLayout, Steps
 from distjax._src.data.iterator import DistributedIterator
-from distjax._src.integers import require_int
-from distjax._src.modes import ReduceOp
-from distjax._src.placement.per_replica import is_per_replica
-from distjax._src.placement.transfer import require_held
+from distjax._src.placement import is_per_replica, require_held
 from distjax._src.program.functions import FunctionCache
 from distjax._src.program.program import Program
 from distjax._src.replica import lax
 from distjax._src.replica.arguments import Static, function_name, is_array, require_callable
 from distjax._src.strategies.updating import cross_replica_step
-from distjax._src.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOpLike
+from distjax._src.typing import KeywordArgs, PositionalArgs, PyTree, ReduceOp, ReduceOpLike
 from distjax._src.variables.conversion import is_number, is_traced
 from distjax._src.variables.state import TraceState
 from distjax._src.variables.variable import ExtendedForVariables, Variable
-from distjax.errors import TraceLeakError, describe_value, message
+from distjax.errors import TraceLeakError, describe_value, message, require_int
 
 
 class MultiStepContext:
@@ -267,7 +263,7 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         found[:] = [jax.tree.structure(outs)]
         return jax.tree.leaves(outs)
 
-    jaxpr, _ = inner_traces.trace_jaxpr(trace, (), only_shapes=True)
+    jaxpr, _ = traces.trace_jaxpr(trace, (), only_shapes=True)
     avals: list[Any] = [v.aval for v in jaxpr.outvars]
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     first = jax.tree.map(jnp.asarray, dict(initial or {}))

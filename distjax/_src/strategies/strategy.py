@@ -7,16 +7,15 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from distjax._src.context import frames, scoping
-from distjax._src.context.contracts import StrategyLike
+from distjax._src.context import StrategyLike, frames
 from distjax._src.data.options import InputOptions
 from distjax._src.program.jit import add_cause_note, compile_on_replicas
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.inspection import StrategyDescription, describe, require_equal_copies
 from distjax._src.strategies.reducing import on_host_where
 from distjax._src.strategies.values import stack_rows, take_first
-from distjax._src.tracebacks import keep_user_lines
 from distjax._src.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
+from distjax._src.user_lines import keep_user_lines
 from distjax.errors import message
 
 
@@ -53,7 +52,7 @@ class Strategy:
         """The replica axis inside `run`, for `lax.psum` and BatchNorm, or None."""
         return self._extended.public_axis_name
 
-    def scope(self) -> scoping.Scope:
+    def scope(self) -> frames.Scope:
         """Returns a context manager that makes this strategy active.
 
         Variables created in it belong to the strategy, which ``as`` binds. A scope is
@@ -74,7 +73,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.scope (TF 1.13).
         """
-        return scoping.Scope(self)
+        return frames.Scope(self)
 
     def run(
         self,

@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src.collectives.mapping import map_replicas
-from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.frames import Frame
-from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.rows import is_split_over_replicas, require_not_split
+from distjax._src.context import Destinations, Frame, frames
+from distjax._src.placement import (
+    PerReplica,
+    is_per_replica,
+    is_split_over_replicas,
+    require_not_split,
+    require_same_topology,
+)
 from distjax._src.program.discovery import Step
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import (

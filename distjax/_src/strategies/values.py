@@ -16,26 +16,27 @@ import numpy as np
 
 from distjax._src import hooks, jax_compat
 from distjax._src.collectives.ops import is_sparse
-from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike
-from distjax._src.placement import topology as kinds
-from distjax._src.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax._src.placement.rows import (
-    holds_rows,
-    is_split_over_replicas,
-    replica_axis,
-    require_not_split,
-)
-from distjax._src.placement.topology import Locality, Topology, is_host_memory
-from distjax._src.placement.transfer import (
+from distjax._src.context import ExtendedLike, frames
+from distjax._src.placement import (
+    Locality,
+    PerReplica,
+    Topology,
     copied,
+    holds_rows,
+    is_host_memory,
+    is_per_replica,
+    is_split_over_replicas,
     local_rows,
+    replica_axis,
     require_held,
     require_no_mask,
+    require_not_split,
+    require_same_topology,
     transfer,
     transfer_local_rows,
     without_alias,
 )
+from distjax._src.placement import topology as kinds
 from distjax._src.replica.arguments import is_array, require_callable
 from distjax._src.replica.global_value import place_output
 from distjax._src.typing import PyTree

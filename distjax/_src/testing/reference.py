@@ -18,12 +18,8 @@ import jax.numpy as jnp
 
 from distjax._src import jax_compat
 from distjax._src.collectives.ops import as_reduce_op
-from distjax._src.context import frames
-from distjax._src.context.contracts import Destinations
-from distjax._src.context.expectation import without_expectations
-from distjax._src.modes import ReduceOp
-from distjax._src.placement.per_replica import PerReplica, is_per_replica
-from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax._src.context import Destinations, frames, without_expectations
+from distjax._src.placement import REPLICA_AXIS, PerReplica, is_per_replica, one_device_topology
 from distjax._src.replica.arguments import mark_modules, require_call, unmark
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.inspection import StrategyDescription, describe
@@ -47,6 +43,7 @@ from distjax._src.typing import (
     DTypeLike,
     PositionalArgs,
     PyTree,
+    ReduceOp,
     ReduceOpLike,
 )
 from distjax._src.variables.construct import initializer_of

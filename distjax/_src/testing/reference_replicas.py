@@ -20,20 +20,17 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.collectives.ops import as_reduce_op, require_gather_axis, require_sums, sum_dtype
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.frames import Frame
-from distjax._src.modes import ReduceOp
+from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.stateful import has_objects
-from distjax._src.placement.per_replica import (
+from distjax._src.placement import (
     PerReplica,
+    Topology,
     is_per_replica,
     require_local,
     require_same_topology,
 )
-from distjax._src.placement.topology import Topology
 from distjax._src.replica.arguments import is_array, require_call
-from distjax._src.typing import AxisLike, PositionalArgs, PyTree, ReduceOpLike
+from distjax._src.typing import AxisLike, PositionalArgs, PyTree, ReduceOp, ReduceOpLike
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.variable import Variable
 from distjax.errors import (

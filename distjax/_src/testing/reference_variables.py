@@ -18,11 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.context import frames
-from distjax._src.context.frames import Frame
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
+from distjax._src.context import Frame, frames
 from distjax._src.testing.reference_replicas import all_equal, combine
-from distjax._src.typing import PyTree, VariableModes
+from distjax._src.typing import (
+    PyTree,
+    ReduceOp,
+    VariableAggregation,
+    VariableModes,
+    VariableSynchronization,
+)
 from distjax._src.variables.conversion import convert, is_number
 from distjax._src.variables.description import VariableDescription
 from distjax._src.variables.layouts import MirroredLayout, StackedLayout

@@ -20,10 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distjax._src import hooks, jax_compat
 from distjax._src.collectives.ops import from_first_replica
 from distjax._src.context import frames
-from distjax._src.placement.model_axes import Spec, adopted_spec, require_spec
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import require_no_mask, without_alias
+from distjax._src.placement import (
+    PerReplica,
+    Spec,
+    Topology,
+    adopted_spec,
+    require_no_mask,
+    require_spec,
+    without_alias,
+)
 from distjax._src.typing import DTypeLike, PyTree, VariableModes
 from distjax._src.variables.conversion import (
     Array,

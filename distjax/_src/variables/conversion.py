@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.placement.transfer import require_no_mask, without_alias
+from distjax._src.placement import require_no_mask, without_alias
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import Declared
 from distjax.errors import describe_value, message

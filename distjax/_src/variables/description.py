@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.placement.topology import is_host_memory
+from distjax._src.placement import is_host_memory
 from distjax._src.tables import Table, as_html, format_bytes
 from distjax._src.typing import PyTree
 from distjax._src.variables.layouts import Layout, found_layout

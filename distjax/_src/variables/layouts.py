@@ -30,19 +30,18 @@ from jax.sharding import (
 from distjax._src import user_mesh
 from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
-from distjax._src.modes import ReduceOp
-from distjax._src.placement import topology as kinds
-from distjax._src.placement.model_axes import (
+from distjax._src.placement import (
     Spec,
+    Topology,
     free_axes,
     on_own_parts,
     spec_of_sharding,
     spec_text,
+    transfer,
 )
-from distjax._src.placement.topology import Topology
-from distjax._src.placement.transfer import transfer
-from distjax._src.traced_types import struct
-from distjax._src.typing import DTypeLike
+from distjax._src.placement import topology as kinds
+from distjax._src.traces import struct
+from distjax._src.typing import DTypeLike, ReduceOp
 
 # -- what one replica holds ----------------------------------------------------
 

@@ -10,9 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.integers import require_int
 from distjax._src.typing import DTypeLike
-from distjax.errors import describe_value, message, require
+from distjax.errors import describe_value, message, require, require_int
 
 #: (shape, dtype) -> number of shards along each axis.
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]

@@ -7,8 +7,12 @@ import enum
 
 import jax.numpy as jnp
 
-from distjax._src.modes import VariableAggregation, VariableSynchronization
-from distjax._src.typing import DTypeLike, VariableModes
+from distjax._src.typing import (
+    DTypeLike,
+    VariableAggregation,
+    VariableModes,
+    VariableSynchronization,
+)
 from distjax.errors import message, require
 
 

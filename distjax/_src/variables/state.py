@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ShapedArray
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import LocalForm
@@ -118,7 +118,7 @@ class TraceState:
         creations: CreationLog | None = None,
     ):
         self.local_view = local_view
-        self.trace = jax_compat.current_trace()
+        self.trace = traces.begin_trace()
         self.parent = parent
         self.creations = creations
         self.holds_whole = parent is not None and parent.holds_whole
@@ -136,20 +136,21 @@ class TraceState:
         trace = jax_compat.current_trace()
         if trace is not self.trace and type(trace) is type(self.trace):  # not that of grad, vmap
             self._read_inside.add(variable)
-        return self._value(variable)
-
-    def _value(self, variable: TracedVariable) -> Any:
-        if variable not in self._values:
-            self.read_order.append(variable)
-            self._values[variable] = self._initial(variable)
-        return self._values[variable]
+        return self._values[variable] if variable in self._values else self._initial(variable)
 
     def _initial(self, variable: TracedVariable) -> Any:
-        if self.parent is not None:
-            return self.parent._value(variable)
-        aval = variable.traced_type(local=self.local_view)
-        with jax_compat.in_trace(self.trace):
-            return variable_p.bind(variable=WeakVariable(variable), aval=aval)
+        """Returns the value at the start of the trace, kept from now on."""
+        self.read_order.append(variable)
+        parent = self.parent
+        if parent is not None:
+            is_known = variable in parent._values
+            value = parent._values[variable] if is_known else parent._initial(variable)
+        else:
+            aval = variable.traced_type(local=self.local_view)
+            with jax_compat.in_trace(self.trace):
+                value = variable_p.bind(variable=WeakVariable(variable), aval=aval)
+        self._values[variable] = value
+        return value
 
     def gather(self, variable: TracedVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
@@ -190,7 +191,8 @@ class TraceState:
 
     def write(self, variable: TracedVariable, value: PyTree) -> None:
         """Sets a new value of `variable`."""
-        self.require_writable(variable)
+        if jax_compat.trace_state.value is not self.trace:
+            self.require_writable(variable)
         self._renew_readers(variable)
         self._values[variable] = value
         self.written[variable] = None
@@ -200,7 +202,7 @@ class TraceState:
         state: TraceState | None = self
         while state is not None:
             if variable in state._read_inside:
-                inner_traces.renew_inner_traces()
+                traces.renew_inner_traces()
                 return
             state = state.parent
 

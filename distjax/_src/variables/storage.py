@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import jax_compat
-from distjax._src.placement.transfer import copied, transfer
-from distjax._src.traced_types import as_traced, struct, type_of
-from distjax._src.trees import first_leaf
+from distjax._src.placement import copied, transfer
+from distjax._src.traces import as_traced, struct, type_of
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import Array, module_of
 from distjax._src.variables.layouts import Declared, found_layout
@@ -412,6 +411,17 @@ def require_undeleted(
         if is_array and leaf.is_deleted():
             name = names[number] if number < len(names) else str(number)
             raise RuntimeError(_donated_text(function, name, leaf))
+
+
+def first_leaf(tree: PyTree) -> Any:
+    """Returns one leaf of a tree, or None if it has none.
+
+    Cost: under a microsecond if only tuples, lists and dicts lead to a `jax.Array`.
+    """
+    node: Any = tree
+    while type(node) in (tuple, list, dict) and node:
+        node = next(iter(node.values() if type(node) is dict else node))
+    return node if isinstance(node, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
 
 
 # -- texts of errors -----------------------------------------------------------

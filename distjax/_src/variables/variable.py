@@ -23,16 +23,17 @@ from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives import ops
 from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.reductions import combine_components
-from distjax._src.context import frames
-from distjax._src.context.contracts import ExtendedLike, StrategyLike
-from distjax._src.context.frames import Frame
+from distjax._src.context import ExtendedLike, Frame, StrategyLike, frames
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax._src.placement.per_replica import PerReplica
-from distjax._src.placement.rows import note_one_value
-from distjax._src.placement.topology import are_exchanged
-from distjax._src.placement.transfer import require_wholly_here
-from distjax._src.typing import DTypeLike, PyTree, VariableModes
+from distjax._src.placement import PerReplica, are_exchanged, note_one_value, require_wholly_here
+from distjax._src.typing import (
+    DTypeLike,
+    PyTree,
+    ReduceOp,
+    VariableAggregation,
+    VariableModes,
+    VariableSynchronization,
+)
 from distjax._src.variables.conversion import Array, convert, is_number, module_of
 from distjax._src.variables.description import VariableDescription, as_html_table, describe_stored
 from distjax._src.variables.layouts import Layout, VariablePlacement, in_force
@@ -229,7 +230,7 @@ class Variable:
           TraceLeakError: in an inner trace (`jax.jit`, a `jax.lax` loop, `grad`); for
             loops and branches use `dj.lax`.
         """
-        self.write(value)
+        write(self, value, "assign")
         frame = frames.current()
         if self.policy.stacked and frame.in_update:
             state = _state_for(self, frame, "read")
@@ -528,13 +529,8 @@ def _combine(variable: Variable, stored: jax.Array, rule: Combine) -> jax.Array:
 
 def write(variable: Variable, value: PyTree, method: str) -> None:
     """Writes `value` as the current context requires."""
-    if variable.sharding is None:
-        _write(variable, value, method)
-    else:
-        _write_off_mesh(variable, value, method)
-
-
-def _write(variable: Variable, value: PyTree, method: str) -> None:
+    if user_mesh.has_user_mesh() and variable.sharding is not None:
+        return user_mesh.ignores_user_mesh(write)(variable, value, method)
     frame = frames.current()
     state = _state_for(variable, frame, "write")
     if state is not None:
@@ -561,9 +557,6 @@ def _write(variable: Variable, value: PyTree, method: str) -> None:
     if state is None and variable.spans_processes:
         for told in hooks.on_host_write:
             told(f"{method} of variable {variable.name!r}", array)
-
-
-_write_off_mesh = user_mesh.ignores_user_mesh(_write)
 
 
 def _write_component(
@@ -619,7 +612,7 @@ def _write_by_merge(
     strategy: StrategyLike, variable: Variable, array: jax.Array, method: str
 ) -> None:
     """Writes the combined value; a function for `merge_call`."""
-    _write(variable, array, method)
+    write(variable, array, method)
 
 
 def write_scope(variable: Variable) -> str:

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 
 import distjax as dj
-from distjax._src.context.thread_settings import ProgramModes
+from distjax._src.context.frames import ProgramModes
 from distjax._src.servers.on_ray import actors, processes
 from distjax._src.servers.on_ray.actors import WorkerActor
 from distjax._src.servers.on_ray.processes import RayWorkers

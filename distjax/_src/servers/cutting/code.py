@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src import inner_traces, jax_compat
+from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax._src.jaxprs import CALLS
 from distjax._src.servers.plan import Program, Stage
@@ -124,7 +124,7 @@ def trace_code(
       avals: shapes and dtypes of the arrays.
       is_opened: whether its calls are inlined, so that their equations can be cut too.
     """
-    jaxpr, consts = inner_traces.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
+    jaxpr, consts = traces.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
     opens = opens_call if is_opened else _places
     if any(_places(eqn) or opens(eqn) for eqn in jaxpr.eqns):
         anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, opens)

@@ -14,17 +14,19 @@ import jax
 import numpy as np
 
 from distjax._src import jax_compat, user_mesh
-from distjax._src.context import frames
-from distjax._src.context.contracts import StrategyLike
-from distjax._src.context.expectation import without_expectations
+from distjax._src.context import StrategyLike, frames, without_expectations
 from distjax._src.jax_compat import Jaxpr, Literal
 from distjax._src.lint.examine import examine
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
 from distjax._src.objects.stateful import has_objects, is_stateful
-from distjax._src.placement.per_replica import PerReplica, require_same_topology
-from distjax._src.placement.topology import Topology, abstract_topology
-from distjax._src.placement.transfer import transfer
+from distjax._src.placement import (
+    PerReplica,
+    Topology,
+    abstract_topology,
+    require_same_topology,
+    transfer,
+)
 from distjax._src.program.discovery import signature_of
 from distjax._src.program.functions import FunctionCache, record_new_function
 from distjax._src.replica.arguments import (
@@ -39,8 +41,7 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.replica.emit import JaxprEmitter
 from distjax._src.replica.global_value import GlobalValue
-from distjax._src.replica.run import Given
-from distjax._src.replica.trace import ReplicaTrace, trace_replica
+from distjax._src.replica.trace import Given, ReplicaTrace, trace_replica
 from distjax._src.servers.cutting.code import (
     NOTHING_RUN,
     Code,

@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 
 from distjax._src import jax_compat
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax._src.placement.rows import ELEMENTWISE
+from distjax._src.placement import ELEMENTWISE
 from distjax._src.servers.cutting.code import (
     Code,
     aval_of_atom,

@@ -24,10 +24,10 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from distjax._src import inner_traces, jax_compat, user_lines
+from distjax._src import jax_compat, traces, user_lines
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax._src.jaxprs import CALLS
-from distjax._src.placement.topology import Topology
+from distjax._src.placement import Topology
 from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter
 from distjax._src.replica.global_value import GlobalValue, as_user_value
@@ -115,7 +115,7 @@ def find_localities(
         found[:] = JaxprEmitter(topology).emit(everything, (), args, known)
         return [value.array for value in found]
 
-    inner_traces.trace_jaxpr(run, list(map(given.aval, ins)), only_shapes=True)
+    traces.trace_jaxpr(run, list(map(given.aval, ins)), only_shapes=True)
     return Localities(
         topology, frozenset(v for v, x in zip(names, found, strict=True) if x.varying)
     )
@@ -202,7 +202,7 @@ def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple
     axis_env = [(topology.axis_name, topology.num_replicas)]
     opens = lambda eqn: as_server_merge(eqn) is None and _holds_server_merge(eqn)
     opened = lambda *args: eval_opened(jaxpr, consts, args, opens)
-    return inner_traces.trace_jaxpr(opened, avals, axis_env)
+    return traces.trace_jaxpr(opened, avals, axis_env)
 
 
 def _holds_server_merge(eqn: JaxprEqn) -> bool:

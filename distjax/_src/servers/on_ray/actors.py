@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
-from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.placement.topology import mesh_topology, one_device_topology
+from distjax._src.context import ProgramModes
+from distjax._src.placement import mesh_topology, one_device_topology
 from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax._src.servers.on_ray.processes import ProcessInfo, describe_this_process
 from distjax._src.servers.on_ray.wire import (

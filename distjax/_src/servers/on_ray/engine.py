@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.integers import require_int
-from distjax._src.placement.topology import Topology
+from distjax._src.context import ProgramModes
+from distjax._src.placement import Topology
 from distjax._src.servers.engine import Engine, Gate, Ran, Task, WorkerDied
 from distjax._src.servers.on_ray import processes
 from distjax._src.servers.on_ray.actors import make_server, make_worker
@@ -45,7 +44,7 @@ from distjax._src.servers.per_worker import Argument, NumberedElements, RemoteAr
 from distjax._src.servers.plan import StepPlan, count_writes
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot, lost_error
 from distjax._src.typing import ArrayLike, PyTree
-from distjax.errors import describe_value, message, require
+from distjax.errors import describe_value, message, require, require_int
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

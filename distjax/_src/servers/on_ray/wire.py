@@ -19,9 +19,8 @@ from jax import export
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax._src import jax_compat
-from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.placement.topology import abstract_topology
-from distjax._src.placement.transfer import transfer_each
+from distjax._src.context import ProgramModes
+from distjax._src.placement import abstract_topology, transfer_each
 from distjax._src.servers.plan import Program, Stage, StepPlan, shardings_of, struct_of
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import is_library_file

@@ -53,10 +53,12 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "_warned", set())
     monkeypatch.setattr(joining, "_joined_with", [])  # by a strategy of another test
+    monkeypatch.setattr(devices.hooks, "on_new_program", devices.hooks.Event())
 
     def be(row):
         for name, value in row.items():
             monkeypatch.setenv(name, value)
+        devices.look_for_a_job()  # as at the import, which comes after the launcher
 
     return be
 

@@ -99,6 +99,7 @@ def warm_up_groups_of(topology: Topology, devices_per_host: int) -> None:
       AgreementError: another process has different groups, or does something else.
       StuckError, PeerLostError: a process does not arrive.
     """
+    look_for_a_job()
     joined = job()
     if joined is None or len(topology.processes) < joined.num_processes:
         return
@@ -161,10 +162,17 @@ def warn_of_own_devices(call: str, meant: str) -> None:
         )
 
 
-def warn_unless_joined(name: str) -> None:
-    """Warns if the environment describes a job of several processes that nobody has joined.
+def look_for_a_job() -> None:
+    """Has the first program warn if the environment describes a job by then, and nobody joins it.
 
     Starts no backend and asks no server.
+    """
+    if warn_unless_joined not in hooks.on_new_program and _told_by_environment() is not None:
+        hooks.on_new_program.append(warn_unless_joined)
+
+
+def warn_unless_joined(name: str) -> None:
+    """Warns if the environment describes a job of several processes that nobody has joined.
 
     Args:
       name: of the program that this process is about to run.
@@ -209,4 +217,4 @@ def _unjoined_text(name: str, told: str) -> str:
 hooks.on_all_devices.append(join_for)
 hooks.on_topology.append(warm_up_groups_of)
 hooks.on_local_devices.append(warn_of_own_devices)
-hooks.on_new_program.append(warn_unless_joined)
+look_for_a_job()

@@ -1,13 +1,14 @@
 """The job that this process has joined, what it was told to do so, and lines between processes.
 
-`initialize` joins and records it here. A single-process program has no job and pays nothing for
-multi-process support: code that compares processes checks ``job()`` first.
+`initialize` joins and records it here. Only then do the modules that compare processes listen to the
+kernel (`on_joined`), so a single-process program passes none of them; others check ``job()`` first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -117,6 +118,8 @@ class Job:
 
 
 _joined: list[Job] = []
+#: Called once this process has joined a job: they register with the kernel's events.
+on_joined: list[Callable[[], None]] = []
 
 
 def job() -> Job | None:
@@ -127,6 +130,8 @@ def job() -> Job | None:
 def set_job(joined: Job) -> None:
     """Records that this process has joined a job; called once."""
     _joined[:] = [joined]
+    for listen in on_joined:
+        listen()
 
 
 # -- lines that processes send each other: bounded in size, never executed -------

@@ -296,6 +296,8 @@ class ServerStorage(StoredArray):
             for n in (everywhere if part.server is None else (part.server,))
         ]
         placement.add(self)
+        if launch_at_servers not in hooks.launchers:  # only a program that has servers asks
+            hooks.launchers.append(launch_at_servers)
         weakref.finalize(self, _remove, servers, self.homes).atexit = False
         self._servers, self._device = servers, device
         self._read_at = _by_server((part.server or 0, part) for part in parts)
@@ -418,7 +420,7 @@ def policy_at_servers(
 # -- programs that read or write variables at servers ----------------------------
 
 
-def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
+def launch_at_servers(build: Build) -> Callable[..., Any] | None:
     """Launches a program with variables at servers; if it writes some, while no one else does.
 
     Their values are fetched, and the new ones sent after the program has run: if it fails,
@@ -447,6 +449,3 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
         return result, spec
 
     return launch
-
-
-hooks.launchers.append(_launch_at_servers)

@@ -31,9 +31,12 @@ from distjax._src.placement.topology import REPLICA_AXIS, Locality
 from distjax._src.program.jit import jit
 from distjax._src.replica.arguments import static
 from distjax._src.replica.contexts import ReplicaContext
-from distjax._src.servers.coordinator import Coordinator, RemoteValue
+from distjax._src.servers.coordinator import (
+    Coordinator,
+    ParameterServerStrategy,
+    RemoteValue,
+)
 from distjax._src.servers.per_worker import PerWorkerDataset, PerWorkerValues
-from distjax._src.servers.strategy import ParameterServerStrategy
 from distjax._src.strategies.default import DefaultStrategy
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.mirrored import (

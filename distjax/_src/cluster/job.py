@@ -1,7 +1,7 @@
 """The job that this process has joined, what it was told to do so, and lines between processes.
 
-`initialize` joins and records it here. Only then do the modules that compare processes listen to the
-kernel (`on_joined`), so a single-process program passes none of them; others check ``job()`` first.
+`initialize` joins and records it here. Only then do the modules that compare processes listen to
+the kernel (`on_joined`), so a program of one process passes none of them; others ask ``job()``.
 """
 
 from __future__ import annotations

@@ -24,12 +24,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from distjax._src.context.thread_settings import modes_of_this_thread, settings_of_this_thread
 from distjax._src.interrupts import interrupts
@@ -37,7 +36,6 @@ from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied
 from distjax._src.servers.per_worker import Argument, DataEnded, PerWorkerSource, draw_each
 from distjax._src.servers.plan import StepPlan
-from distjax._src.typing import PyTree
 from distjax._src.waiters import Waiters
 from distjax.errors import (
     ClosureError,
@@ -742,35 +740,6 @@ class Board:
     def _may_enter(self, pause: Pause) -> bool:
         is_quiet = not self.running and not any(c.is_retried for c in tuple(self.queue))
         return is_quiet and self.pauses.is_free(pause)
-
-
-@runtime_checkable
-class ServerStrategy(Protocol):
-    """A strategy with workers and servers.
-
-    Attributes:
-      engine: runs workers and servers.
-      board: has its closures.
-    """
-
-    engine: Engine
-    board: Board
-
-    @property
-    def num_workers(self) -> int:
-        """The initial number of workers."""
-        ...
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas of each worker."""
-        ...
-
-    def cut_step(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
-        """Returns the plan of a step, traced the first time, and its flat arguments."""
-        ...
 
 
 # -- the loop of a worker's thread --------------------------------------------

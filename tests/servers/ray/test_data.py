@@ -176,7 +176,7 @@ class FakeEngine:
     max_failures = 3
 
     def __init__(self):
-        self.workers, self.worker, self.deaths = self, WorkerActor(1, "replica"), []
+        self.worker, self.deaths = WorkerActor(1, "replica"), []
 
     def find(self, worker):
         draw = types.SimpleNamespace(options=lambda num_returns: draw, remote=self._draw)
@@ -239,9 +239,11 @@ def test_elements_of_a_machine_that_is_lost_are_made_again(monkeypatch):
     answers = iter([RayTaskError("run", "", lost), Done([], {})])
     run = types.SimpleNamespace(remote=lambda *args: (calls.append(args), next(answers))[1])
     process = types.SimpleNamespace(actor=types.SimpleNamespace(run=run))
-    engine = types.SimpleNamespace(introduce=lambda plan, process: 0, servers=[])
+    engine = types.SimpleNamespace(
+        introduce=lambda plan, process: 0, servers=[], find=lambda worker: process
+    )
     task = types.SimpleNamespace(closure=0, attempt=1, plan=None, arrays=[array])
-    Sent(engine, 0, process, task).ask("run")
+    Sent(engine, 0, task).ask("run")
     assert [len(elements[0][0]) for _, *elements in calls] == [2, 3]
 
 

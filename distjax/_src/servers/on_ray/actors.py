@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +20,6 @@ from distjax._src.servers.on_ray.wire import (
     Failed,
     OnWire,
     Order,
-    Outcome,
     Place,
     from_wire,
     to_wire,
@@ -90,45 +89,33 @@ class WorkerActor:
 
     # -- closures -------------------------------------------------------------
 
-    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
+    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Done:
         """Runs a whole attempt; `elements` has the arrays of those that the order names."""
-        outcome = self.begin(order, *elements)
-        while outcome is None:
-            outcome = self.push(order)
-        return outcome
+        done = self.begin(order, *elements)
+        while done is None:
+            done = self.push(order)
+        return done
 
-    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
+    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Done | None:
         """Pulls, and computes what comes before the first pushes."""
-        return self._guarded(order, lambda: self._begin(order, elements))
-
-    def push(self, order: Order) -> Outcome:
-        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
-        return self._guarded(order, lambda: self._go_on(order))
-
-    def _guarded(self, order: Order, act: Callable[[], Outcome]) -> Outcome:
-        try:
-            with order.modes():
-                return act()
-        except BaseException as error:  # see `draw`
-            self._attempts.pop(order.closure, None)
-            return Failed.of(error)
-
-    def _begin(self, order: Order, elements: Sequence[Sequence[np.ndarray]]) -> Outcome:
         own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
         sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
-        arrays = from_wire(sent, self._device)
-        task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
-        servers = _RemoteServers(self._servers, order, self._device, self._ready)
-        attempt = Attempt(task, servers, self._home, self._compiled)
+        with order.modes():
+            arrays = from_wire(sent, self._device)
+            task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
+            servers = _RemoteServers(self._servers, order, self._device, self._ready)
+            attempt = Attempt(task, servers, self._home, self._compiled)
         self._attempts[order.closure] = attempt, attempt.run()
-        return self._go_on(order)
+        return self.push(order)
 
-    def _go_on(self, order: Order) -> Outcome:
-        attempt, stages = self._attempts[order.closure]
-        if next(stages, None) is not None:
-            return None
-        del self._attempts[order.closure]
-        return Done(to_wire(attempt.results), attempt.versions)
+    def push(self, order: Order) -> Done | None:
+        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
+        attempt, stages = self._attempts.pop(order.closure)  # an error leaves nothing
+        with order.modes():
+            if next(stages, None) is not None:
+                self._attempts[order.closure] = attempt, stages
+                return None
+            return Done(to_wire(attempt.results), attempt.versions)
 
 
 def _on_host(leaf: PyTree) -> Any:
@@ -271,20 +258,8 @@ class ServerActor:
 # -- their processes ----------------------------------------------------------
 
 
-def make_worker(
-    options: Mapping[str, Any], num_replicas: int, axis_name: str
-) -> ActorHandle[WorkerActor]:
-    """Returns a new process of a worker."""
-    return _make(WorkerActor, options, "draw", num_replicas, axis_name)
-
-
-def make_server(options: Mapping[str, Any], number: int) -> ActorHandle[ServerActor]:
-    """Returns a new process of a server."""
-    return _make(ServerActor, options, "compile", number)
-
-
-def _make(kind: type, options: Mapping[str, Any], beside: str, *args: object) -> Any:
-    """Returns a process whose method `beside` runs beside the others, one call at a time."""
+def start_actor(kind: type, beside: str, options: Mapping[str, Any], *args: object) -> Any:
+    """Returns a new process whose method `beside` runs beside the others, one call at a time."""
     import ray
 
     ray.method(concurrency_group="beside")(getattr(kind, beside))

@@ -22,20 +22,14 @@ from distjax._src.integers import require_int
 from distjax._src.placement.topology import Topology
 from distjax._src.servers.engine import Engine, Gate, Ran, Task, WorkerDied
 from distjax._src.servers.on_ray import processes
-from distjax._src.servers.on_ray.actors import make_server, make_worker
-from distjax._src.servers.on_ray.processes import (
-    RayProcess,
-    RayWorkers,
-    actor_options,
-    drain,
-)
+from distjax._src.servers.on_ray.actors import ServerActor, WorkerActor, start_actor
+from distjax._src.servers.on_ray.processes import RayProcess, actor_options, drain, ends_of
 from distjax._src.servers.on_ray.wire import (
     Disguised,
     Done,
     Failed,
     OnWire,
     Order,
-    Outcome,
     Place,
     export_plan,
     from_wire,
@@ -45,12 +39,12 @@ from distjax._src.servers.per_worker import Argument, NumberedElements, RemoteAr
 from distjax._src.servers.plan import StepPlan, count_writes
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot, lost_error
 from distjax._src.typing import ArrayLike, PyTree
-from distjax.errors import describe_value, message, require
+from distjax.errors import ClusterError, message
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax._src.servers.on_ray.actors import ServerActor
+_LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
 class RayEngine(Engine):
@@ -71,7 +65,7 @@ class RayEngine(Engine):
 
     Raises:
       ImportError: Ray is not installed.
-      TypeError, ValueError: invalid arguments.
+      ValueError: `max_failures` is below 1. What Ray does not take, it refuses itself.
 
     Example:
       ``strategy = dj.ParameterServerStrategy(workers=8, engine=dj.servers.RayEngine("auto"))``
@@ -86,15 +80,25 @@ class RayEngine(Engine):
         runtime_env: Mapping[str, Any] | None = None,
         max_failures: int = 3,
     ):
-        _require_options(address, worker_resources, server_resources, runtime_env, max_failures)
+        require_int(
+            "RayEngine: max_failures",
+            max_failures,
+            1,
+            why="so many workers may be lost in one closure before it is given up",
+            fix="dj.servers.RayEngine(max_failures=3)",
+        )
         self.max_failures = max_failures
         is_ours = processes.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
-        self._server_options = options(server_resources)
+        self._make_server = functools.partial(
+            start_actor, ServerActor, "compile", options(server_resources)
+        )
         self._worker_options = functools.partial(options, worker_resources)
         self._servers: list[RayServer] = []
         self._replicas: tuple[int, str]  # of a worker, and the name of their axis
-        self.workers: RayWorkers
+        self._make_worker: Callable[[], ActorHandle[WorkerActor]]
+        self._processes: dict[int, RayProcess] = {}  # of workers, at most one for each
+        self._replacing = threading.Lock()
         self._gate: Gate
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
@@ -118,15 +122,15 @@ class RayEngine(Engine):
         self._gate = Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
         options = self._worker_options(self._replicas[0])
-        make = functools.partial(make_worker, options, *self._replicas)
-        self.workers = RayWorkers(make, self.max_failures, self._replicas[0])
-        make_server_here = functools.partial(make_server, self._server_options)
-        servers = [RayServer(i, make_server_here) for i in range(len(server_devices))]
+        self._make_worker = functools.partial(
+            start_actor, WorkerActor, "draw", options, *self._replicas
+        )
+        servers = [RayServer(i, self._make_server) for i in range(len(server_devices))]
         for worker in range(len(workers)):
-            self.workers.begin(worker)
+            self.begin(worker)
         for server in servers:
             server.wait_for_start()
-        self.workers.begin(0).require_start()
+        self.begin(0).require_start()
         self._servers = servers
 
     def admit(self, plan: StepPlan) -> None:
@@ -134,8 +138,10 @@ class RayEngine(Engine):
 
         with self._announcing:
             if plan not in self._plans:
-                platforms = self.workers.platforms, {s.platform for s in self._servers}
-                shipped = ray.put(export_plan(plan, self._replicas, *platforms))
+                infos = [process.info for process in tuple(self._processes.values())]
+                platforms = {info.platform for info in infos if info is not None}  # known so far
+                at_servers = {server.platform for server in self._servers}
+                shipped = ray.put(export_plan(plan, self._replicas, platforms, at_servers))
                 self._plans[plan] = next(self._numbers), shipped
                 for server in self._servers:
                     server.keep_plans({number for number, _ in self._plans.values()})
@@ -147,31 +153,77 @@ class RayEngine(Engine):
         return elements
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        return self.workers.prepare(worker, is_wanted) is not None
+        return self.find(worker, is_wanted) is not None
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
-        sent = Sent(self, worker, self.workers.find(worker), task)
+        sent = Sent(self, worker, task)
         if self._gate.is_open or not num_writes:
             sent.send("run")
             return sent
         with self._gate.admitted(task.closure, num_writes):
-            outcome = sent.ask("begin")
+            done = sent.ask("begin")
             for stage in (s for s in task.plan.stages if s.pushes):
-                if outcome is not None:  # it has failed
-                    break
                 with self._gate.turn(task.closure, stage):
-                    outcome = sent.ask("push")
-            return sent.conclude(outcome)
-
-    def end_worker(self, worker: int) -> None:
-        self.workers.end(worker)
+                    done = sent.ask("push")
+            return sent.conclude(done)
 
     def name_devices(self, home: Topology) -> tuple[str, ...]:
         return tuple(f"device {i} of its process" for i in range(home.num_replicas))
 
+    # -- the processes of workers -----------------------------------------------
+
+    def begin(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, which may still be starting."""
+        with self._replacing:
+            if worker not in self._processes:
+                actor = self._make_worker()
+                process = RayProcess(f"worker {worker}", actor, self._replicas[0])
+                self._processes[worker] = process
+            return self._processes[worker]
+
+    def find(self, worker: int, is_wanted: Callable[[], bool] = lambda: True) -> RayProcess | None:
+        """Returns the process of a worker, ready to be used; waits for it while it is wanted.
+
+        Raises:
+          ClusterError: `max_failures` in a row have not started, or cannot be used.
+        """
+        for failures in itertools.count(1):
+            process = self.begin(worker)
+            try:
+                while is_wanted() or process.info is not None:
+                    if process.wait(_LOOK_SECONDS):
+                        return process
+                return None
+            except ClusterError:
+                self._drop(worker, process)
+                if failures == self.max_failures:
+                    raise
+
+    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
+        """Replaces a process that died; returns why it did."""
+        self._drop(worker, process)
+        self.begin(worker)
+        return ends_of(error)
+
+    def end_worker(self, worker: int) -> None:
+        import ray
+
+        process = self._processes.get(worker)
+        if process is not None and ray.is_initialized():
+            self._drop(worker, process)
+
+    def _drop(self, worker: int, process: RayProcess) -> None:
+        import ray
+
+        with self._replacing:
+            if self._processes.get(worker) is process:  # else another thread has dropped it
+                del self._processes[worker]
+                ray.kill(process.actor)  # in case it is only unreachable
+
     def pid_of(self, worker: int) -> int | None:
-        return self.workers.pid_of(worker)
+        process = self._processes.get(worker)
+        return None if process is None or process.info is None else process.info.pid
 
     # -- for attempts and data --------------------------------------------------
 
@@ -321,8 +373,10 @@ class RayServer(ParameterServer):
 class Sent:
     """An attempt that was sent to a worker, in one call or in several."""
 
-    def __init__(self, engine: RayEngine, worker: int, process: RayProcess, task: Task):
-        self._engine, self._worker, self._process, self._task = engine, worker, process, task
+    def __init__(self, engine: RayEngine, worker: int, task: Task):
+        process = engine.find(worker)
+        assert process is not None, "it is wanted"
+        self._engine, self._worker, self._process = engine, worker, process
         elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
         self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
         self._order = Order(
@@ -348,31 +402,30 @@ class Sent:
         arrays = [] if method == "push" else [element.arrays for element in self._elements]
         self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
 
-    def ask(self, method: str) -> Outcome:
-        """Calls a method of the worker, and returns its outcome.
+    def ask(self, method: str) -> Done | None:
+        """Calls a method of the worker, and returns its answer; None: it has more to push.
 
         Raises:
           WorkerDied: the worker died.
+          Exception: what it raised.
         """
         self.send(method)
-        return self._outcome()
+        return self._answered()
 
     def wait(self) -> Ran:
-        """Waits for the attempt's outcome; raises as `Engine.run` does."""
-        return self.conclude(self._outcome())
+        """Waits for the attempt's end; raises as `Engine.run` does."""
+        return self.conclude(self._answered())
 
-    def conclude(self, outcome: Outcome) -> Ran:
-        """Returns, or raises, the outcome of an attempt."""
-        if isinstance(outcome, Failed):
-            raise outcome.error
-        assert isinstance(outcome, Done), "all stages have been asked for"
-        versions, servers = outcome.versions, self._engine.servers
+    def conclude(self, done: Done | None) -> Ran:
+        """Returns the outcome of an attempt."""
+        assert done is not None, "all stages have been asked for"
+        versions, servers = done.versions, self._engine.servers
         return Ran(
-            tuple(from_wire(outcome.results)),
+            tuple(from_wire(done.results)),
             tuple(versions[s.number] if s.number in versions else s.version for s in servers),
         )
 
-    def _outcome(self) -> Outcome:
+    def _answered(self) -> Done | None:
         import ray
         from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
@@ -386,7 +439,7 @@ class Sent:
                     element.draw()
                 self.send(self._method)
             except RayError as error:
-                ends = self._engine.workers.replace_dead(self._worker, self._process, error)
+                ends = self._engine.replace_dead(self._worker, self._process, error)
                 raise WorkerDied(ends, has_begun=self._process.blame()) from error
 
 
@@ -440,7 +493,8 @@ class RemoteElements(NumberedElements):
 
         engine, failures = self._engine, 0
         while True:
-            process = engine.workers.find(self._worker)
+            process = engine.find(self._worker)
+            assert process is not None, "it is wanted"
             dropped = process.data - engine.current_data()
             process.data = {*process.data, self._number} - dropped
             try:
@@ -452,10 +506,8 @@ class RemoteElements(NumberedElements):
             except (RaySystemError, UnserializableException):  # the element cannot be read here
                 raise
             except RayError as error:
-                ends, failures = (
-                    engine.workers.replace_dead(self._worker, process, error),
-                    failures + 1,
-                )
+                ends = engine.replace_dead(self._worker, process, error)
+                failures += 1
                 if failures == engine.max_failures:
                     raise WorkerDied(ends) from error  # it is the data that kills
                 continue
@@ -499,56 +551,4 @@ def _unpicklable(error: Exception) -> str:
         why="it is called in the processes of the workers",
         fix="open files and connections inside of the function; or "
         'create_per_worker_dataset(fn, at="coordinator")',
-    )
-
-
-# -- options ------------------------------------------------------------------
-
-_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
-
-
-def _require_options(
-    address: object,
-    worker_resources: object,
-    server_resources: object,
-    runtime_env: object,
-    max_failures: object,
-) -> None:
-    """Raises a TypeError or ValueError unless these are options of a RayEngine."""
-    require(
-        isinstance(address, str | None),
-        "RayEngine: address needs a string or None",
-        got=describe_value(address),
-        why="it names a cluster of Ray's",
-        fix='dj.servers.RayEngine("auto"), or None for one on this machine',
-        error=TypeError,
-    )
-    require_int(
-        "RayEngine: max_failures",
-        max_failures,
-        1,
-        why="so many workers may be lost in one closure before it is given up",
-        fix="dj.servers.RayEngine(max_failures=3)",
-    )
-    _require_resources("worker_resources", worker_resources)
-    _require_resources("server_resources", server_resources)
-    require(
-        isinstance(runtime_env, Mapping | None),
-        "RayEngine: runtime_env needs a dict or None",
-        got=describe_value(runtime_env),
-        why="Ray makes the processes of workers and servers with it",
-        fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
-        error=TypeError,
-    )
-
-
-def _require_resources(name: str, resources: object) -> None:
-    if resources is None:
-        return
-    require(
-        isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES),
-        f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
-        got=describe_value(resources),
-        why="Ray reserves it for each process; how these are restarted is the engine's",
-        fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
     )

@@ -6,7 +6,6 @@ import atexit
 import collections
 import contextlib
 import importlib
-import itertools
 import os
 import pathlib
 import secrets
@@ -15,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -351,95 +350,6 @@ class RayProcess:
         )
         assert self.info is not None, "it has started"
         return self.info
-
-
-# -- workers ------------------------------------------------------------------
-
-_LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
-
-
-class RayWorkers:
-    """The processes of the workers, at most one for each.
-
-    Args:
-      make: creates a process.
-      max_failures: how many may fail to start in a row.
-      num_devices: how many devices each needs.
-    """
-
-    def __init__(
-        self, make: Callable[[], ActorHandle[Any]], max_failures: int, num_devices: int = 1
-    ):
-        self._make_actor, self._max_failures = make, max_failures
-        self._num_devices = num_devices
-        self._processes: dict[int, RayProcess] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, worker: int) -> RayProcess:
-        """Returns the process of a worker, which may still be starting."""
-        with self._lock:
-            if worker not in self._processes:
-                actor = self._make_actor()
-                process = RayProcess(f"worker {worker}", actor, self._num_devices)
-                self._processes[worker] = process
-            return self._processes[worker]
-
-    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> RayProcess | None:
-        """Returns the process of a worker, ready to be used; waits for it while it is wanted.
-
-        Raises:
-          ClusterError: several in a row have not started, or cannot be used.
-        """
-        for failures in itertools.count(1):
-            process = self.begin(worker)
-            try:
-                while is_wanted() or process.info is not None:
-                    if process.wait(_LOOK_SECONDS):
-                        return process
-                return None
-            except ClusterError:
-                self._drop(worker, process)
-                if failures == self._max_failures:
-                    raise
-
-    def find(self, worker: int) -> RayProcess:
-        """Returns the process of a worker, ready to be used; raises as `prepare` does."""
-        process = self.prepare(worker, lambda: True)
-        assert process is not None, "it is wanted"
-        return process
-
-    def pid_of(self, worker: int) -> int | None:
-        """Returns the pid of a worker's process, or None if it has none yet."""
-        process = self._processes.get(worker)
-        return None if process is None or process.info is None else process.info.pid
-
-    def end(self, worker: int) -> None:
-        """Ends the process of a worker."""
-        import ray
-
-        process = self._processes.get(worker)
-        if process is not None and ray.is_initialized():
-            self._drop(worker, process)
-
-    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
-        """Replaces a process that died; returns why it did."""
-        self._drop(worker, process)
-        self.begin(worker)
-        return ends_of(error)
-
-    def _drop(self, worker: int, process: RayProcess) -> None:
-        import ray
-
-        with self._lock:
-            if self._processes.get(worker) is process:  # else another thread has dropped it
-                del self._processes[worker]
-                ray.kill(process.actor)  # in case it is only unreachable
-
-    @property
-    def platforms(self) -> set[str]:
-        """The JAX platforms of the processes, as far as known."""
-        infos = [process.info for process in tuple(self._processes.values())]
-        return {info.platform for info in infos if info is not None}
 
 
 def drain(items: collections.deque[_T]) -> list[_T]:

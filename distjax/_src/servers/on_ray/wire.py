@@ -94,7 +94,7 @@ def _as_key(sent: OnWire, array: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A call to a worker raised an exception.
+    """User code raised an exception in the process of a worker.
 
     Attributes:
       pickled: the exception; empty if it cannot be pickled.
@@ -184,10 +184,6 @@ class Done(NamedTuple):
 
     results: Sequence[OnWire]
     versions: Mapping[int, int]
-
-
-#: The result of a call to a worker; None: continue.
-Outcome = Done | Failed | None
 
 
 # -- plans --------------------------------------------------------------------

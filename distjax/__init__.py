@@ -57,7 +57,7 @@ from distjax.diagnostics import check, explain, visualize
 __version__ = "0.2.0"
 
 # The layers: what the kernel calls at its events (`hooks`).
-for _layer in ("programs", "devices", "data"):
+for _layer in ("programs", "data"):
     _importlib.import_module(f"distjax._src.cluster.{_layer}")
 _hooks.object_layers["flax.nnx"] = "distjax._src.flax.bridge"
 

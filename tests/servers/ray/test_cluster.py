@@ -14,9 +14,9 @@ from jax import export
 
 import distjax as dj
 from distjax._src.context.thread_settings import ProgramModes
-from distjax._src.servers.on_ray import actors, processes
-from distjax._src.servers.on_ray.actors import WorkerActor
-from distjax._src.servers.on_ray.wire import Order, StableFunction
+from distjax._src.servers.on_ray import actors
+from distjax._src.servers.on_ray import engine as processes
+from distjax._src.servers.on_ray.actors import Order, StableFunction, WorkerActor
 from distjax.errors import ClusterError, ServerLostError, UnsupportedError
 from tests.faults.four_parts import is_explained
 from tests.processes.jobs import run_job
@@ -175,7 +175,7 @@ def test_a_callback_is_refused_where_a_program_is_read_too():
 def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
     import ray
 
-    from distjax._src.servers.on_ray import processes as module
+    from distjax._src.servers.on_ray import engine as module
 
     ended = []
     monkeypatch.setattr(module, "_started", True)

@@ -51,8 +51,8 @@ from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot,
 from distjax._src.typing import ArrayLike, PyTree
 from distjax.errors import ClusterError, message, require
 
-# The coordinator's process traces, cuts and exports steps, and orders the pushes if their
-# staleness is bounded. Values go directly between workers and servers.
+# The coordinator's process traces, cuts and exports steps, and has closures wait if staleness is
+# bounded. Values go directly between workers and servers.
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -170,16 +170,10 @@ class RayEngine(Engine):
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
-        sent = Sent(self, worker, task)
-        if self._gate.is_open or not num_writes:
-            sent.send("run")
-            return sent
+        if not self._gate.has_to_admit(num_writes):
+            return Sent(self, worker, task)
         with self._gate.admitted(task.closure, num_writes):
-            done = sent.ask("begin")
-            for stage in (s for s in task.plan.stages if s.pushes):
-                with self._gate.turn(task.closure, stage):
-                    done = sent.ask("push")
-            return sent.conclude(done)
+            return Sent(self, worker, task).wait()
 
     def name_devices(self, home: Topology) -> tuple[str, ...]:
         return tuple(f"device {i} of its process" for i in range(home.num_replicas))
@@ -384,7 +378,7 @@ class RayServer(ParameterServer):
 
 
 class Sent:
-    """An attempt that was sent to a worker, in one call or in several."""
+    """An attempt that was sent to a worker."""
 
     def __init__(self, engine: RayEngine, worker: int, task: Task):
         process = engine.find(worker)
@@ -399,8 +393,7 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._method = "run"
-        self._answer: Any = None
+        self._answer = self._send()
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
@@ -408,37 +401,21 @@ class Sent:
         assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
-    def send(self, method: str) -> None:
-        """Calls a method of the worker with the order."""
-        self._method = method
+    def _send(self) -> Any:
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [] if method == "push" else [element.arrays for element in self._elements]
-        self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
-
-    def ask(self, method: str) -> Done | None:
-        """Calls a method of the worker, and returns its answer; None: it has more to push.
-
-        Raises:
-          WorkerDied: the worker died.
-          Exception: what it raised.
-        """
-        self.send(method)
-        return self._answered()
+        arrays = [element.arrays for element in self._elements]
+        return self._process.actor.run.remote(self._order, *arrays)
 
     def wait(self) -> Ran:
         """Waits for the attempt's end; raises as `Engine.run` does."""
-        return self.conclude(self._answered())
-
-    def conclude(self, done: Done | None) -> Ran:
-        """Returns the outcome of an attempt."""
-        assert done is not None, "all stages have been asked for"
+        done = self._answered()
         versions, servers = done.versions, self._engine.servers
         return Ran(
             tuple(from_wire(done.results)),
             tuple(versions[s.number] if s.number in versions else s.version for s in servers),
         )
 
-    def _answered(self) -> Done | None:
+    def _answered(self) -> Done:
         import ray
         from ray.exceptions import ObjectLostError, RayError, RayTaskError, UnserializableException
 
@@ -450,7 +427,7 @@ class Sent:
                     raise error.cause from error
                 for element in self._elements:  # with the machine that had it
                     element.draw()
-                self.send(self._method)
+                self._answer = self._send()
             except UnserializableException:
                 raise
             except RayError as error:

@@ -452,7 +452,7 @@ class RemoteValue:
     def _wait(self, method: str, timeout: float | None) -> None:
         require_outside_of_steps(method)
         if not self.done():
-            self._board.pauses.require_going(method)
+            self._board.require_going(method)
         require(
             self._board.waiters.wait_until(lambda: self._closure.is_over, timeout),
             f"{method} needs {self._closure!r} to end within {timeout} s",
@@ -587,7 +587,7 @@ def _cut_first(
         return
     for worker in board.active_workers():
         try:
-            with board.pauses.draw():
+            with board.draw():
                 values = draw_each((source, worker.number) for source in sources)
                 for source, value in zip(sources, values, strict=True):
                     source.give_back(worker.number, value)  # the first closure is to have it
@@ -609,7 +609,7 @@ def run_step(
     The open coordinator's workers run it; without one, it runs here and now.
     """
     board = strategy.board
-    board.pauses.require_going("run")
+    board.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
     while not (board.run_alone(closure) or board.put(closure)):
         pass  # a coordinator was opened or closed meanwhile
@@ -767,7 +767,7 @@ class Coordinator:
           Exception: the error of a closure.
         """
         self._require_ready("join")
-        self._board.pauses.require_going("join")
+        self._board.require_going("join")
         require(
             self._board.waiters.wait_until(self._board.is_empty, timeout),
             f"join needs all closures to end within {timeout} s",
@@ -801,7 +801,7 @@ class Coordinator:
     def close(self) -> None:
         """Drops the queue, waits for the closures in hand and ends the threads."""
         require_outside_of_steps("close")
-        self._board.pauses.require_not_drawing("close")
+        self._board.require_not_drawing("close")
         self._end(None)
 
     def _end(self, timeout: float | None) -> None:
@@ -947,7 +947,7 @@ class Coordinator:
             error=RuntimeError,
         )
         assert snapshot is not None, "as was checked"
-        self._board.pauses.require_going("restore")
+        self._board.require_going("restore")
         is_any_lost = not self._board.is_empty()
         with self._board.paused(is_restore=True):
             num_over = self._board.undo(snapshot.closures, is_reported=is_any_lost)
@@ -997,7 +997,7 @@ class Coordinator:
         """Raises unless a method, which may wait for workers, can be called here and now."""
         require_outside_of_steps(method)
         if waits:
-            self._board.pauses.require_not_drawing(method)
+            self._board.require_not_drawing(method)
         require(
             self._closing.alive,
             f"{method} needs an open coordinator",

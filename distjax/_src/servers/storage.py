@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from distjax._src.placement.transfer import transfer
 from distjax._src.program.discovery import OutputSpec, spec_of
 from distjax._src.program.launch import Build, Finish
 from distjax._src.servers.server import ParameterServer
-from distjax._src.typing import DTypeLike, VariableModes
+from distjax._src.typing import DTypeLike, PyTree, VariableModes
 from distjax._src.variables.conversion import Array
 from distjax._src.variables.layouts import WHOLE, Declared, LaidOut
 from distjax._src.variables.partitioners import Partitioner, count_shards
@@ -37,17 +37,8 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import message
 
 
-class HasDtype(Protocol):
-    """What has a shape and a dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-def num_bytes(value: HasDtype) -> int:
-    """Returns the bytes of a value; each PRNG key counts as 8."""
+def num_bytes(value: PyTree) -> int:
+    """Returns the bytes of what has a shape and a dtype; each PRNG key counts as 8."""
     itemsize = 8 if jax_compat.is_key_dtype(value.dtype) else np.dtype(value.dtype).itemsize
     return math.prod(value.shape) * itemsize
 

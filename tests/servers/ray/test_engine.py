@@ -108,7 +108,7 @@ def test_closures_are_applied_once_whatever_processes_are_killed(served, coordin
     assert num_restarts(stats) == num_restarts(before) + 2 - len(unnoticed)
     assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=1) == [True]
     assert counters.values() == counters.expected
-    assert [server.num_kept for server in served.servers] == [0, 0]
+    assert [server.report().num_kept for server in served.servers] == [0, 0]
 
 
 def num_restarts(stats):
@@ -249,7 +249,7 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     coordinator.schedule(lambda x: counters.near.assign_add(x), (jnp.int32(1),))  # another plan
     coordinator.join()
     assert not added & plans()
-    assert [server.num_kept for server in served.servers] == [0, 0]
+    assert [server.report().num_kept for server in served.servers] == [0, 0]
 
 
 def test_values_are_written_and_added_together(served):
@@ -271,9 +271,9 @@ def test_values_are_written_and_added_together(served):
 def test_servers_forget_variables_that_are_gone(served, coordinator):
     server = served.servers[0]
     server.create("gone", np.ones(256, np.float32))
-    nbytes = server.nbytes
+    nbytes = server.report().nbytes
     server.remove(["gone"])
-    assert server.nbytes == nbytes - 1024
+    assert server.report().nbytes == nbytes - 1024
 
 
 def test_processes_end_with_their_strategy(cluster, collect_garbage):

@@ -57,6 +57,7 @@ from distjax.errors import ClusterError, message, require
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+_T = TypeVar("_T")
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
@@ -543,12 +544,6 @@ def _unpicklable(error: Exception) -> str:
         'create_per_worker_dataset(fn, at="coordinator")',
     )
 
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-
-_T = TypeVar("_T")
 
 # -- the cluster --------------------------------------------------------------
 

@@ -88,9 +88,8 @@ class Watch:
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
         self._excused = 0.0  # when a process that others wait for was last seen at work
-        self._looked: float | None = None  # when it looked last
-        self._pause = 0.0  # the longest between two looks since a callback has raised
-        self._has_suspect = False  # whether a launch has been in flight since
+        #: The launch in flight when it was first seen that a callback has raised, and that time.
+        self._suspect: tuple[int, float] | None = None
 
     def start(self) -> None:
         """Starts the thread."""
@@ -175,28 +174,25 @@ class Watch:
         One that ends raises the error where its results are read.
         """
         failed, awaited = failed_callback(), self._find_awaited(now, blocked)
-        pause, self._looked = now - (now if self._looked is None else self._looked), now
-        self._pause = pause if failed is None else max(self._pause, pause)
-        self._has_suspect &= failed is not None
         if failed is None or any(not phase.has_bound for phase in phases()):
             return  # it may be of a lone program
-        if awaited is None:
+        if self._suspect is None:
             # The program may not have been recorded yet: it runs before its launch returns.
-            is_recorded = self._has_suspect and self._calls.starting is None
-            is_over = is_recorded or now - failed.at > max(_FAILED_SECONDS, self._pause)
-        else:
-            # A launch is in flight since the look that has first seen it, or since the one before.
-            self._has_suspect = True
-            is_over = awaited[1] > failed.at + max(_FAILED_SECONDS, self._pause)
-        if is_over:
-            forget_failed()
-        if is_over or awaited is None or now - max(failed.at, awaited[1]) <= _FAILED_SECONDS:
+            if awaited is not None:
+                self._suspect = awaited[0], now
+            elif self._calls.starting is None and now - failed.at > _FAILED_SECONDS:
+                forget_failed()
             return
-        marks = hear(self._job).values()
-        if all(mark.count >= awaited[0] for mark in marks):  # else it waits for those
-            print_error("".join(traceback.format_exception(failed.error)))
-            text = error_text(failed.error)
-            self._end(UNCAUGHT, self._callback_text(awaited[0], text), text)
+        number, since = self._suspect
+        if awaited is None or awaited[0] != number:  # it has ended
+            self._suspect = None
+            forget_failed()
+        elif now - since > _FAILED_SECONDS:
+            marks = hear(self._job).values()
+            if all(mark.count >= number for mark in marks):  # else it waits for those
+                print_error("".join(traceback.format_exception(failed.error)))
+                text = error_text(failed.error)
+                self._end(UNCAUGHT, self._callback_text(number, text), text)
 
     def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase

@@ -29,9 +29,12 @@ from distjax._src.placement import REPLICA_AXIS, Locality, PerReplica, is_per_re
 from distjax._src.program.jit import jit
 from distjax._src.replica.arguments import static
 from distjax._src.replica.contexts import ReplicaContext
-from distjax._src.servers.coordinator import Coordinator, RemoteValue
+from distjax._src.servers.coordinator import (
+    Coordinator,
+    ParameterServerStrategy,
+    RemoteValue,
+)
 from distjax._src.servers.per_worker import PerWorkerDataset, PerWorkerValues
-from distjax._src.servers.strategy import ParameterServerStrategy
 from distjax._src.strategies.default import DefaultStrategy
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.mirrored import (
@@ -53,7 +56,7 @@ from distjax.diagnostics import check, explain, visualize
 __version__ = "0.2.0"
 
 # The layers: what the kernel calls at its events (`hooks`).
-for _layer in ("programs", "devices", "data"):
+for _layer in ("programs", "data"):
     _importlib.import_module(f"distjax._src.cluster.{_layer}")
 _hooks.object_layers["flax.nnx"] = "distjax._src.flax.bridge"
 

@@ -1,6 +1,11 @@
 """Parameter servers: variables on servers, and workers that run asynchronously."""
 
-from distjax._src.servers.coordinator import Coordinator, RemoteValue, Snapshot
+from distjax._src.servers.coordinator import (
+    Coordinator,
+    ParameterServerStrategy,
+    RemoteValue,
+    Snapshot,
+)
 from distjax._src.servers.engine import Engine, Ran, Task, ThreadEngine, WorkerDied
 from distjax._src.servers.on_ray.engine import RayEngine
 from distjax._src.servers.per_worker import (
@@ -10,7 +15,6 @@ from distjax._src.servers.per_worker import (
     PerWorkerValues,
 )
 from distjax._src.servers.server import ParameterServer, Report, Server, ServerDied, ServerSnapshot
-from distjax._src.servers.strategy import ParameterServerStrategy
 
 __all__ = [
     "Coordinator",

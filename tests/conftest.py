@@ -133,7 +133,7 @@ OF_GROUPS = ("test_merging", "test_running", "test_updating")
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample.
 
-    A module that has a fixture ``strategy`` of its own chooses itself, and so does `check/conftest.py`.
+    A module that has a fixture ``strategy`` of its own chooses itself, and so does `tests/check`.
     """
     folder = metafunc.definition.path.parent.name
     is_own = "strategy" in vars(metafunc.module) or folder == "check"

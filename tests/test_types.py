@@ -16,7 +16,7 @@ ANY_ARGUMENTS = {
     "_src/objects/stateful.py combine_writes(outcome)": "what the bridge's own `collect` returned",
     "_src/objects/stateful.py write_back(outcome)": "what the bridge's own `collect` returned",
     "_src/replica/trace.py _name_after(traced)": "a function that is given attributes of JAX's",
-    "_src/servers/strategy.py create_variable(options)": "those of `make_variable`, handed on",
+    "_src/servers/coordinator.py create_variable(options)": "those of `make_variable`, handed on",
     "_src/strategies/extended.py create_variable(options)": "those of `make_variable`, handed on",
 }
 

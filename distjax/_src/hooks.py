@@ -1,10 +1,10 @@
 """What layers hear from the kernel, and may do there: the kernel knows none of them by name.
 
 A layer (jobs of several processes, parameter servers, the search for wrong reductions) appends its
-functions to these events when it is imported, from `distjax/__init__.py`. Without any, the kernel
-trains on the devices of one process. A function that does not apply to what it is told returns at
-once, or None. Others listen for a while, in one thread: `dj.explain` to the traces that it makes,
-`dj.pmap` to that of its function.
+functions to these events when it is imported, from `distjax/__init__.py`, or first used. Without
+any, the kernel trains on the devices of one process. A function that does not apply to what it is
+told returns at once, or None. Others listen for a while, in one thread: `dj.explain` to the traces
+that it makes, `dj.pmap` to that of its function.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 from distjax._src.context import frames
-from distjax._src.servers.strategy import ParameterServerStrategy
+from distjax._src.servers.coordinator import ParameterServerStrategy
 from distjax._src.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree

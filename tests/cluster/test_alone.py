@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.cluster import devices, joining
+from distjax._src.cluster import joining
 
 SEVERAL = {
     "DISTJAX_NUM_PROCESSES": {"DISTJAX_NUM_PROCESSES": "2"},
@@ -51,12 +51,14 @@ USES = {
 def environment(monkeypatch):
     for name in {name for row in (*SEVERAL.values(), *ONE.values()) for name in row}:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "_warned", set())
+    monkeypatch.setattr(joining, "_warned", set())
     monkeypatch.setattr(joining, "_joined_with", [])  # by a strategy of another test
+    monkeypatch.setattr(joining.hooks, "on_new_program", joining.hooks.Event())
 
     def be(row):
         for name, value in row.items():
             monkeypatch.setenv(name, value)
+        joining.look_for_a_job()  # as at the import, which comes after the launcher
 
     return be
 

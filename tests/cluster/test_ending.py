@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from distjax import errors
-from distjax._src.cluster import ending, exits, watch
+from distjax._src.cluster import ending, watch
 from distjax._src.cluster.job import Job
 from distjax._src.cluster.joining import make_timeouts
 from distjax._src.cluster.ledger import CAUSE, Ledger, Phase, as_text, mark_of
@@ -50,7 +50,7 @@ def caused(error, cause):
     ids=lambda x: str(x)[:30],
 )
 def test_codes(error, code):
-    assert exits.exit_code(error) == code
+    assert watch.exit_code(error) == code
 
 
 class Ended(BaseException):
@@ -77,8 +77,8 @@ def hooks(monkeypatch):
         raise Ended(code, text, others_code)
 
     seen = []
-    monkeypatch.setattr(exits.os, "_exit", end)
-    monkeypatch.setattr(exits.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(watch.os, "_exit", end)
+    monkeypatch.setattr(watch.logging, "shutdown", lambda: None)
     monkeypatch.setattr(ending, "begin_to_end", lambda: None)
     monkeypatch.setattr(ending, "leave", leave)
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monk
     def fail(error):
         raise OSError
 
-    monkeypatch.setattr(ending, "begin_to_end", exits.begin_to_end)
+    monkeypatch.setattr(ending, "begin_to_end", watch.begin_to_end)
     ended = []
 
     def end_twice():
@@ -184,8 +184,8 @@ def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monk
             raise_uncaught(ValueError())
         with pytest.raises(Ended, match="71"):
             raise_uncaught(errors.PeerLostError())
-        exits._end.release()
-        exits._end.release()
+        watch._end.release()
+        watch._end.release()
         ended.append(True)
 
     thread = threading.Thread(target=end_twice, daemon=True)
@@ -197,7 +197,7 @@ def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monk
 def test_a_closed_output_changes_no_code(hooks, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(Ended, match="70"):
-        exits.end_at_once(70)
+        watch.end_at_once(70)
 
 
 def test_without_a_job_only_its_own_error_ends_the_process(hooks, monkeypatch):
@@ -388,9 +388,9 @@ def processes(monkeypatch):
         ended[threading.current_thread().name] = code
 
     monkeypatch.setattr(watch, "begin_to_end", begin)
-    monkeypatch.setattr(exits, "end_at_once", end)
-    monkeypatch.setattr(exits, "flush_outputs", lambda: None)  # it closes the handlers of logs
-    monkeypatch.setattr(exits, "_LEAVE_SECONDS", 20.0)
+    monkeypatch.setattr(watch, "end_at_once", end)
+    monkeypatch.setattr(watch, "flush_outputs", lambda: None)  # it closes the handlers of logs
+    monkeypatch.setattr(watch, "_LEAVE_SECONDS", 20.0)
     jobs = [dataclasses.replace(make_job(), process_id=i, client=store) for i in range(3)]
 
     def follow(job, status=0):
@@ -413,7 +413,7 @@ def test_a_process_without_stderr_follows_another(processes, monkeypatch):
     jobs, ended, follow = processes
     follower = follow(jobs[1])
     monkeypatch.setattr(sys, "stderr", closed_output())
-    exits.leave(jobs[2], 70, "ValueError: mine")
+    watch.leave(jobs[2], 70, "ValueError: mine")
     follower.join()
     assert ended["1"] == 71
 
@@ -422,13 +422,13 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
     jobs, ended, follow = processes
     followers = [follow(jobs[0]), follow(jobs[1], status=5)]
     text = errors.message("\x1b[2Jmine", got="a", why="b", fix="c")
-    exits.leave(jobs[2], 70, f"ValueError: {text}", others_code=77)
-    exits.leave(jobs[2], 70, "another reason")  # the first one is the cause
+    watch.leave(jobs[2], 70, f"ValueError: {text}", others_code=77)
+    watch.leave(jobs[2], 70, "another reason")  # the first one is the cause
     for thread in followers:
         thread.join()
     assert ended == {"MainThread": 70, "0": 77, "1": 5}
-    left = [key for key in jobs[0].client.keys if key.startswith(exits._LEFT)]
-    assert sorted(left) == [f"{exits._LEFT}/{i}" for i in range(3)]
+    left = [key for key in jobs[0].client.keys if key.startswith(watch._LEFT)]
+    assert sorted(left) == [f"{watch._LEFT}/{i}" for i in range(3)]
     said = capsys.readouterr().err
     assert "process 0 on a (pid 1) needs all processes of its job.\n" in said
     parts = [line for line in said.splitlines() if not line.startswith("process")]
@@ -446,8 +446,8 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
 def test_who_loses_another_says_which(processes, capsys):
     """Its watch may not have looked yet when a collective fails."""
     jobs, ended, _ = processes
-    exits.leave(jobs[2], 70, "ValueError: mine")
-    exits.leave(jobs[1], 71, "JaxRuntimeError: Gloo", says_who=True)
+    watch.leave(jobs[2], 70, "ValueError: mine")
+    watch.leave(jobs[1], 71, "JaxRuntimeError: Gloo", says_who=True)
     assert ended == {"MainThread": 71}
     assert "the end of process 2 on c (pid 3): ValueError: mine" in capsys.readouterr().err
 
@@ -455,7 +455,7 @@ def test_who_loses_another_says_which(processes, capsys):
 def test_at_a_prompt_the_others_end_is_said_once_and_no_more(processes, monkeypatch, capsys):
     jobs, ended, _ = processes
     monkeypatch.setattr(watch, "is_interactive", lambda: True)
-    exits._tell(jobs[2], "ValueError: mine", 71, False)
+    watch._tell(jobs[2], "ValueError: mine", 71, False)
     each = watch.Watch(jobs[1], int, Ledger())
     each.look(0.0)
     each.look(1.0)

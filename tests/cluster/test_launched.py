@@ -7,7 +7,8 @@ import os
 import jax
 import pytest
 
-from distjax._src.cluster import events, joining
+from distjax._src.cluster import job as events
+from distjax._src.cluster import joining
 from distjax._src.cluster.joining import Request, find_settings, make_timeouts
 
 SLURM = {

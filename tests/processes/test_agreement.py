@@ -10,7 +10,7 @@ from flax import nnx
 
 import distjax as dj
 from distjax._src import hooks
-from distjax._src.cluster import devices, joining
+from distjax._src.cluster import joining
 from distjax._src.cluster.job import job
 from distjax._src.cluster.ledger import ledger
 from distjax._src.cluster.meeting import ComparedFact, agree
@@ -325,7 +325,7 @@ def test_strategies_of_one_process_compare_nothing(group):
 
 
 def say_what_was_warned(call):
-    devices._warned.clear()
+    joining._warned.clear()
     with pytest.warns(dj.errors.ClusterWarning) as caught:
         CALLS_ALONE[call]()
         CALLS_ALONE[call]()  # from another line

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.cluster import devices
+from distjax._src.cluster import joining
 from distjax._src.cluster.job import job
 from tests.processes import groups
 
@@ -75,7 +75,7 @@ OTHERS = {
 
 
 def warned_of(row):
-    devices._warned.clear()
+    joining._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (EQUAL | OTHERS)[row]()

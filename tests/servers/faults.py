@@ -40,5 +40,5 @@ def run_with_faults(seed, *, num_closures, max_staleness=None, rate=0.15, worker
         "applied": (int(strategy.value("b", 1)), *(s.version for s in strategy.engine.servers)),
         "expected": (2 * plain, *pushes),
         "sum": (int(strategy.value("a")), sum(numbers)),
-        "kept": sum(server.num_kept for server in strategy.engine.servers),
+        "kept": sum(server.report().num_kept for server in strategy.engine.servers),
     }

@@ -45,7 +45,6 @@ class SerialStrategy(ParameterServerStrategy):
 
     def __init__(self, servers=1, *, workers=2, cut="arguments", **options):
         super().__init__(workers, servers, engine=SerialEngine(), cut=cut, **options)
-        self.extended.run_closure = self.run_closure
 
     def run_closure(self, fn, args, kwargs):
         plan, flat = self.cut_step(fn, args, kwargs)

@@ -34,7 +34,7 @@ def bytes_at(strategy, expected):
     ends = time.monotonic() + 60
     while True:
         gc.collect()
-        found = sum(server.nbytes for server in strategy.servers)
+        found = sum(server.report().nbytes for server in strategy.servers)
         if found == expected or time.monotonic() > ends:
             return found
 

@@ -22,7 +22,7 @@ from distjax._src.context.frames import ProgramModes
 from distjax._src.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax._src.servers.coordinator import Coordinator
 from distjax._src.servers.engine import ThreadEngine
-from distjax._src.servers.on_ray import wire
+from distjax._src.servers.on_ray import actors as wire
 from distjax._src.servers.server import Server
 from distjax._src.servers.storage import parts_of
 from tests.servers.hand_made import HandMade, sgd

@@ -72,7 +72,7 @@ def test_a_closure_of_several_stages_sees_its_own_writes():
     with Coordinator(strategy) as coordinator:
         assert coordinator.schedule(two_stages(), one(3)).fetch() == 30
         assert coordinator.schedule(two_stages(), one(4)).fetch() == 100  # a is 7, b is 10
-    assert strategy.engine.servers[0].num_kept == 0
+    assert strategy.engine.servers[0].report().num_kept == 0
 
 
 def test_a_full_queue_makes_schedule_wait():
@@ -123,7 +123,7 @@ def test_the_first_error_is_raised_once_and_drops_the_queue():
     coordinator.join()
     assert coordinator.schedule(counter(), one(1)).fetch() == 2
     coordinator.close()
-    assert strategy.engine.servers[0].num_kept == 0
+    assert strategy.engine.servers[0].report().num_kept == 0
 
 
 def test_schedule_and_done_raise_too_and_count_the_others():
@@ -391,7 +391,7 @@ def test_restore_with_closures_in_flight():
     coordinator.schedule(two_counters(), one(2)).get()
     coordinator.close()
     assert (float(strategy.value("a")), float(strategy.value("b", 1))) == (3, 6)
-    assert [server.num_kept for server in strategy.engine.servers] == [0, 0]
+    assert [server.report().num_kept for server in strategy.engine.servers] == [0, 0]
 
 
 def test_a_restore_waits_for_what_other_threads_read_in_a_pause():
@@ -425,7 +425,7 @@ def test_what_is_cancelled_while_servers_are_restored_is_not_waited_for(monkeypa
         monkeypatch.setattr(first, "restore", restore_late)
         coordinator.restore()
         coordinator.schedule(two_counters(), one(1)).get()
-    assert [first.num_kept, second.num_kept] == [0, 0]
+    assert [first.report().num_kept, second.report().num_kept] == [0, 0]
     assert [float(strategy.value("a")), float(strategy.value("b", 1))] == [1, 2]
 
 
@@ -848,7 +848,7 @@ def test_run_is_a_closure_with_and_without_a_coordinator():
         coordinator.join()  # the error was raised
         assert coordinator.stats()["closures"]["scheduled"] == 2
     assert run_step(strategy, counter(), one(1), None) == 4
-    assert strategy.engine.servers[0].num_kept == 0
+    assert strategy.engine.servers[0].report().num_kept == 0
     assert isinstance(run_step(strategy, read_total(), (), None), jnp.ndarray)
 
 

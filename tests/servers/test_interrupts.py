@@ -65,8 +65,8 @@ def test_a_signal_in_schedule_leaves_no_number_of_which_nobody_knows():
 
     def check(before, outcome):
         coordinator.schedule(step, (np.float32(1),)).get()
-        coordinator._board.waiters.wait_until(lambda: server.num_kept == 0, 20)
-        assert server.num_kept == 0, "closures are remembered behind one that nobody has"
+        coordinator._board.waiters.wait_until(lambda: server.report().num_kept == 0, 20)
+        assert server.report().num_kept == 0, "closures are remembered behind one that nobody has"
 
     call = lambda: coordinator.schedule(step, (np.float32(1),))
     campaign(lambda: (None, call), check, in_packages("distjax._src.servers"), limit=1000)

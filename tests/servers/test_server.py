@@ -66,10 +66,10 @@ def test_any_sequence_of_pushes_applies_each_closure_and_stage_once(calls):
             answer = push(server, closure, stage, attempt)
             assert float(answer.arrays[0]) == applied[closure, stage] == answer.version
     assert total(server) == len(applied) == server.version
-    assert server.num_kept <= 5
+    assert server.report().num_kept <= 5
     for closure in range(5):
         server.mark_done(closure)
-    assert server.num_kept == 0
+    assert server.report().num_kept == 0
 
 
 def test_a_zombie_is_refused_once_its_closure_is_tried_again_or_done():
@@ -168,7 +168,7 @@ def test_a_lost_server_says_so_until_it_is_restored():
         with pytest.raises(ServerLostError, match="Got: a server that is lost"):
             use()
     server.restore(saved, 3)
-    assert (total(server), server.version, server.num_kept) == (3, 0, 0)
+    assert (total(server), server.version, server.report().num_kept) == (3, 0, 0)
     with pytest.raises(RefusedPush, match="closure 2 is done"):
         push(server, 2)
     push(server, 3)
@@ -182,12 +182,12 @@ def test_a_lost_server_says_so_until_it_is_restored():
 def test_a_new_process_has_what_a_snapshot_has():
     server = make_server()
     server.create("gone", np.ones(256, np.float32))
-    snapshot, nbytes = server.snapshot(), server.nbytes
+    snapshot, nbytes = server.snapshot(), server.report().nbytes
     server.remove(["gone"])
-    assert server.nbytes == nbytes - 1024
+    assert server.report().nbytes == nbytes - 1024
     new = Server(0, jax.devices()[0])
     new.restore(snapshot, 0)
-    assert new.nbytes == nbytes and new.pull(["gone"], None)[1][0].sum() == 256
+    assert new.report().nbytes == nbytes and new.pull(["gone"], None)[1][0].sum() == 256
 
 
 def test_a_step_may_return_what_it_pulled():

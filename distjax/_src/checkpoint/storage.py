@@ -42,8 +42,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from distjax._src.checkpoint.leaves import Leaf, encode_array
-from distjax._src.cluster.events import record
-from distjax._src.cluster.job import Job, job
+from distjax._src.cluster.job import Job, job, record
 from distjax._src.cluster.ledger import ledger, phase
 from distjax._src.cluster.meeting import (
     ComparedFact,

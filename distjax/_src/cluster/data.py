@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from distjax._src import hooks
-from distjax._src.cluster.devices import warn_once
-from distjax._src.cluster.job import Job, job
+from distjax._src.cluster.job import Job, job, on_joined
+from distjax._src.cluster.joining import warn_once
 from distjax._src.cluster.ledger import phase
 from distjax._src.cluster.meeting import describe_structure, exchange
 from distjax._src.data.elements import HostTree, as_batch
@@ -368,4 +368,4 @@ def _failed_text(job: Job, process: int, text: str) -> str:
     )
 
 
-hooks.readers.append(join_readers)
+on_joined.append(lambda: hooks.readers.append(join_readers))

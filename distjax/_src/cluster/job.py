@@ -1,13 +1,18 @@
-"""The job that this process has joined, what it was told to do so, and lines between processes.
+"""The job that this process has joined; lines between processes, and to the launcher.
 
-`initialize` joins and records it here. A single-process program has no job and pays nothing for
-multi-process support: code that compares processes checks ``job()`` first.
+`initialize` joins and records it here. Only then do the modules that compare processes listen to
+the kernel (`on_joined`), so a program of one process passes none of them; others ask ``job()``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import time
+import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -117,6 +122,8 @@ class Job:
 
 
 _joined: list[Job] = []
+#: Called once this process has joined a job: they register with the kernel's events.
+on_joined: list[Callable[[], None]] = []
 
 
 def job() -> Job | None:
@@ -127,6 +134,8 @@ def job() -> Job | None:
 def set_job(joined: Job) -> None:
     """Records that this process has joined a job; called once."""
     _joined[:] = [joined]
+    for listen in on_joined:
+        listen()
 
 
 # -- lines that processes send each other: bounded in size, never executed -------
@@ -150,3 +159,76 @@ def as_plain(text: object, max_length: int = 64) -> str:
     """Returns foreign text made printable: no control characters, truncated."""
     plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
     return plain if len(plain) <= max_length else plain[: max_length - 3] + "..."
+
+
+# -- what a process tells the launcher -------------------------------------------
+# A launcher sets DISTJAX_RESULT_DIR; without it nothing is written. All processes of a machine
+# append lines of JSON to one file there, each in one write, which the operating system does not mix
+# with others.
+
+FILE = "events.jsonl"
+_MAX_TEXT = 8000
+#: The step that the loop of this process is in, as far as it says so.
+_step: list[int] = []
+
+
+def record(event: str, **facts: object) -> None:
+    """Appends an event of this process to the result directory, if there is one.
+
+    Args:
+      event: what happened, in a word: "joined", "restored", "committed", "failed".
+      **facts: what else is known, as JSON values.
+    """
+    directory = os.environ.get("DISTJAX_RESULT_DIR")
+    if not directory:
+        return
+    joined, text = job(), os.environ.get("DISTJAX_PROCESS_ID", "")
+    own = joined.process_id if joined is not None else int(text) if text.isdecimal() else 0
+    attempt = os.environ.get("DISTJAX_ATTEMPT", "")
+    with contextlib.suppress(OSError):  # a full disk must not hide what is told
+        append(directory, event, int(attempt) if attempt.isdecimal() else 0, own, **facts)
+
+
+def append(
+    directory: str, event: str, attempt: int, process: int | None = None, **facts: object
+) -> None:
+    """Appends an event to the file in a directory, in one write.
+
+    Args:
+      directory: the result directory.
+      event: what happened.
+      attempt: in which attempt.
+      process: to which process; None: to the launcher.
+      **facts: more JSON values; `code` and `step` are there, too, as None if not given.
+    """
+    line = {"time": time.time(), "attempt": attempt, "event": event, "process": process}
+    line |= {"code": None, "step": None, **facts}
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    file = os.open(os.path.join(directory, FILE), flags, 0o644)
+    try:
+        whole = json.dumps(line).encode() + b"\n"
+        written = os.write(file, whole)
+        end = os.lseek(file, 0, os.SEEK_CUR)
+        if written < len(whole) and os.fstat(file).st_size == end:
+            os.ftruncate(file, end - written)  # the disk is full: the next line begins one
+    finally:
+        os.close(file)
+
+
+def set_step(step: int) -> None:
+    """Records the step that this process is in, for what is told when it fails."""
+    _step[:] = [step]
+
+
+def record_failure(code: int, text: str, error: BaseException | None = None) -> None:
+    """Records why this process is about to end.
+
+    Args:
+      code: its exit code.
+      text: the error's type and text.
+      error: with its traceback, if it is an exception.
+    """
+    trace = "" if error is None else "".join(traceback.format_exception(error))
+    step = _step[0] if _step else None
+    told = {"error": as_plain(text, _MAX_TEXT), "traceback": trace[-_MAX_TEXT:]}
+    record("failed", code=code, step=step, **told)

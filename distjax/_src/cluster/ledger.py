@@ -96,19 +96,6 @@ class Ledger:
       starting: a launch that has not returned.
     """
 
-    __slots__ = (
-        "_calls",
-        "_latest",
-        "_launched",
-        "_launching",
-        "_num_meetings",
-        "_one_at_a_time",
-        "_thread",
-        "checksum",
-        "count",
-        "starting",
-    )
-
     def __init__(self) -> None:
         self.count = self.checksum = self._num_meetings = 0
         self.starting: Launch | None = None
@@ -365,7 +352,6 @@ class Mark:
       is_busy: whether it is doing slow work of its own.
       is_at_end: whether it has reached the end of the program, so there are no more calls.
       num_phases: how many phases it has begun, so that short ones show as well.
-      beat: grows for as long as its Python runs; that is no difference between two marks.
     """
 
     count: int
@@ -374,7 +360,6 @@ class Mark:
     is_busy: bool = False
     is_at_end: bool = False
     num_phases: int = 0
-    beat: int = dataclasses.field(default=0, compare=False)
 
     def describe(self) -> str:
         """Returns "51 calls, compiling step"."""
@@ -387,7 +372,6 @@ def mark_of(
     blocked: Call | None,
     at_end: bool,
     raising: BaseException | None = None,
-    beat: int = 0,
 ) -> Mark:
     """Returns the mark of this process.
 
@@ -397,7 +381,6 @@ def mark_of(
       blocked: a launch that does not return, to be added as its last call.
       at_end: whether the program has reached its end.
       raising: an exception whose `finally` blocks run.
-      beat: another number than last time, now and then.
     """
     count = ledger.count
     found = map(ledger.find, range(max(1, count - _NUM_TOLD + 1), count + 1))
@@ -410,7 +393,7 @@ def mark_of(
     at = THE_END if at_end else ", ".join(doing)
     is_busy = any(p.is_work for p in phases)
     at = as_plain(at, _MAX_TEXT)
-    return Mark(count, tuple(calls), at, is_busy, at_end, num_phases(), beat)
+    return Mark(count, tuple(calls), at, is_busy, at_end, num_phases())
 
 
 def _describe(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat
-from distjax._src.cluster.job import Job, job
+from distjax._src.cluster.job import Job, job, on_joined
 from distjax._src.cluster.ledger import Launch, Token, ledger, lone_programs, phase
 from distjax._src.cluster.meeting import (
     ComparedFact,
@@ -79,10 +79,8 @@ class _Recorder:
             _end(launch, None if returned is None else completion_of(returned))
 
 
-def watch_launches(build: Build) -> Watcher | None:
-    """Lets the ledger of a job know of each launch of a program."""
-    if job() is None:
-        return None
+def watch_launches(build: Build) -> Watcher:
+    """Lets the ledger know of each launch of a program."""
     meshes = [mesh for mesh in build.meshes if isinstance(mesh, jax.sharding.Mesh)]
     is_shared = any(mesh.is_multi_process for mesh in meshes)
     if not is_shared and not any(_spans_processes(v.sharding) for v in build.variables):
@@ -191,7 +189,7 @@ def agree_on_creation(variables: Sequence[Variable], initial: Callable[[], Any])
       AgreementError: the processes differ; no variable gets a value.
       StuckError, PeerLostError: a process does not arrive.
     """
-    if job() is None or not any(_spans_processes(v.sharding) for v in variables):
+    if not any(_spans_processes(v.sharding) for v in variables):
         return
     value, names = initial(), ", ".join(repr(v.name) for v in variables)
     is_program = isinstance(value, jax.stages.Lowered)
@@ -217,8 +215,6 @@ def begin_operation(
     This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
     otherwise pair up with a different collective of the other processes. Each one is recorded.
     """
-    if job() is None:
-        return None
     leaves, treedef = jax.tree.flatten(arrays)
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         return None
@@ -278,9 +274,13 @@ def _copies_text(joined: Job, name: str, pair: tuple[int, int]) -> str:
     )
 
 
-hooks.watchers.append(watch_launches)
-hooks.on_created.append(agree_on_creation)
-hooks.on_operation.append(begin_operation)
-hooks.on_host_write.append(record_write)
-hooks.on_compared.append(compare_copies)
-hooks.at_work.append(phase)
+def _listen() -> None:
+    hooks.watchers.append(watch_launches)
+    hooks.on_created.append(agree_on_creation)
+    hooks.on_operation.append(begin_operation)
+    hooks.on_host_write.append(record_write)
+    hooks.on_compared.append(compare_copies)
+    hooks.at_work.append(phase)
+
+
+on_joined.append(_listen)

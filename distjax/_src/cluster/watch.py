@@ -11,34 +11,23 @@ checks whether the token of a launch is ready.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
+import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.experimental import io_callback
 
-from distjax._src.cluster.events import record_failure
-from distjax._src.cluster.exits import (
-    DIFFERENT,
-    STUCK,
-    UNCAUGHT,
-    begin_to_end,
-    departure_text,
-    error_text,
-    exit_code,
-    is_interactive,
-    leave,
-    parse_departure,
-    print_error,
-    print_stacks,
-)
-from distjax._src.cluster.job import Job
+from distjax._src.cluster.job import Job, as_line, as_plain, parse_line, record_failure
 from distjax._src.cluster.ledger import (
+    CAUSE,
     Call,
     Ledger,
     Mark,
@@ -53,13 +42,19 @@ from distjax._src.cluster.ledger import (
     tell,
 )
 from distjax._src.cluster.meeting import difference_text
-from distjax.errors import as_part, message
+from distjax.errors import (
+    AgreementError,
+    ClusterError,
+    PeerLostError,
+    PreemptedError,
+    StuckError,
+    as_part,
+    message,
+)
 
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
 #: How many marks process 0 handles per second.
 _MARKS_PER_SECOND = 128
-#: How often in `step_deadline` a process shows that its Python runs.
-_BEATS = 4
 #: A launch that has not returned for this long, and for this many looks, is running, not refused.
 _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
@@ -93,10 +88,8 @@ class Watch:
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
         self._excused = 0.0  # when a process that others wait for was last seen at work
-        self._heard: dict[int, tuple[Mark, float]] = {}  # the marks of such processes, since when
-        self._looked: float | None = None  # when it looked last
-        self._pause = 0.0  # the longest between two looks since a callback has raised
-        self._has_suspect = False  # whether a launch has been in flight since
+        #: The launch in flight when it was first seen that a callback has raised, and that time.
+        self._suspect: tuple[int, float] | None = None
 
     def start(self) -> None:
         """Starts the thread."""
@@ -121,8 +114,7 @@ class Watch:
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
         raising = self._unwinding.look(self._calls.count)
-        beat = int(now * _BEATS / self._job.timeouts.step_deadline)
-        own = mark_of(self._calls, at, blocked, self._is_at_end, raising, beat)
+        own = mark_of(self._calls, at, blocked, self._is_at_end, raising)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -170,22 +162,11 @@ class Watch:
         number, since = awaited
         marks = {**hear(self._job), self._job.process_id: own}
         behind = {i: mark for i, mark in marks.items() if mark.count < number}
-        if any(mark.is_busy and self._is_alive(i, mark, now) for i, mark in behind.items()):
+        longest = deadline + self._job.timeouts.phase  # one that C code holds up says nothing more
+        if any(mark.is_busy for mark in behind.values()) and now - since <= longest:
             self._excused = now
         elif now - max(since, self._excused) > deadline:
             self._end(STUCK, self._stuck_text(number, marks))
-
-    def _is_alive(self, process: int, mark: Mark, now: float) -> bool:
-        """Returns whether a process has reported within the deadline.
-
-        One that C code keeps from running Python (it holds the lock of the interpreter) was at
-        work when it last did, for ever.
-        """
-        former, since = self._heard.get(process, (None, now))
-        if former is None or (former, former.beat) != (mark, mark.beat):
-            since = now
-        self._heard[process] = mark, since
-        return now - since <= self._job.timeouts.step_deadline
 
     def _end_if_callback_failed(self, now: float, own: Mark, blocked: Call | None) -> None:
         """Ends the job if a callback has raised, and the launch in flight then does not end.
@@ -193,28 +174,25 @@ class Watch:
         One that ends raises the error where its results are read.
         """
         failed, awaited = failed_callback(), self._find_awaited(now, blocked)
-        pause, self._looked = now - (now if self._looked is None else self._looked), now
-        self._pause = pause if failed is None else max(self._pause, pause)
-        self._has_suspect &= failed is not None
         if failed is None or any(not phase.has_bound for phase in phases()):
             return  # it may be of a lone program
-        if awaited is None:
+        if self._suspect is None:
             # The program may not have been recorded yet: it runs before its launch returns.
-            is_recorded = self._has_suspect and self._calls.starting is None
-            is_over = is_recorded or now - failed.at > max(_FAILED_SECONDS, self._pause)
-        else:
-            # A launch is in flight since the look that has first seen it, or since the one before.
-            self._has_suspect = True
-            is_over = awaited[1] > failed.at + max(_FAILED_SECONDS, self._pause)
-        if is_over:
-            forget_failed()
-        if is_over or awaited is None or now - max(failed.at, awaited[1]) <= _FAILED_SECONDS:
+            if awaited is not None:
+                self._suspect = awaited[0], now
+            elif self._calls.starting is None and now - failed.at > _FAILED_SECONDS:
+                forget_failed()
             return
-        marks = hear(self._job).values()
-        if all(mark.count >= awaited[0] for mark in marks):  # else it waits for those
-            print_error("".join(traceback.format_exception(failed.error)))
-            text = error_text(failed.error)
-            self._end(UNCAUGHT, self._callback_text(awaited[0], text), text)
+        number, since = self._suspect
+        if awaited is None or awaited[0] != number:  # it has ended
+            self._suspect = None
+            forget_failed()
+        elif now - since > _FAILED_SECONDS:
+            marks = hear(self._job).values()
+            if all(mark.count >= number for mark in marks):  # else it waits for those
+                print_error("".join(traceback.format_exception(failed.error)))
+                text = error_text(failed.error)
+                self._end(UNCAUGHT, self._callback_text(number, text), text)
 
     def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase
@@ -426,3 +404,172 @@ def _record(record: logging.LogRecord) -> bool:
     if error is not None and record.exc_info and not _failed:
         _failed.append(FailedCallback(error, time.monotonic()))
     return True
+
+
+# -- how a process exits ---------------------------------------------------------
+# With a code that says why, once the others have heard of it. One that exits early says so in the
+# coordination service, under a single key that the watch of every process looks at. The first one
+# is the cause; errors that the others then run into are not. Process 0 hosts that service, and JAX
+# aborts the others as soon as it is gone. So all acknowledge that they have read the key, and
+# process 0 exits last, after a bounded wait.
+
+UNCAUGHT, PEER_LOST, STUCK, DIFFERENT = 70, 71, 76, 77
+
+#: Exit codes of uncaught exceptions; the first matching row counts.
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (AgreementError, DIFFERENT),
+    (PeerLostError, PEER_LOST),
+    (PreemptedError, 75),
+    (StuckError, STUCK),
+    (ClusterError, 78),
+    (KeyboardInterrupt, 130),
+)
+
+#: How the note begins by which JAX says that it has removed frames from a traceback.
+_NOTE_OF_JAX = "\n--------------------\nFor simplicity, JAX "
+
+#: JAX error messages that mean another process is gone: from gloo's sockets, NCCL, the coordinator.
+#: They begin with a status; reading a value raises them as ValueError.
+_GONE = re.compile(
+    r"[A-Z_]+: .*(gloo|connection (closed|reset|refused)|socket closed|broken pipe"
+    r"|coordination service|remote process exited)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of a process of a job after `error`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_jax = isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
+        text = "".join(traceback.format_exception_only(cause))  # `str` of a user's class may raise
+        if is_jax and _GONE.match(text.partition(": ")[2]):
+            return PEER_LOST
+        cause = cause.__cause__
+    return next((code for kind, code in _CODES if isinstance(error, kind)), UNCAUGHT)
+
+
+def error_text(error: BaseException) -> str:
+    """Returns an error's type and text, as the other processes are told it."""
+    return "".join(traceback.format_exception_only(error)).partition(_NOTE_OF_JAX)[0].strip()
+
+
+def end_at_once(code: int) -> NoReturn:
+    """Ends this process without `atexit` callbacks, after flushing its outputs."""
+    flush_outputs()
+    os._exit(code)
+
+
+def flush_outputs() -> None:
+    """Flushes stdout, stderr and logging, whose handlers it closes."""
+    for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        with contextlib.suppress(Exception):  # a closed output must not change the exit code
+            flush()
+
+
+def print_error(text: object) -> None:
+    """Prints to stderr; one that is closed must not keep the process from ending."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
+def print_stacks() -> None:
+    """Prints the stack of every thread of this process, if stderr is open."""
+    flush_outputs()
+    for output in (sys.stderr, 2):  # the second if stderr was replaced by something not a file
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(output)
+            return
+
+
+def is_interactive() -> bool:
+    """Returns whether this is an interactive session, which exceptions do not end."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return True
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
+
+
+# -- leaving a job ---------------------------------------------------------------
+
+_LEFT = "distjax/departure/left"
+#: How long a process may delay its exit for the others' sake: they look every two seconds at least.
+_LEAVE_SECONDS = 5.0
+#: How long process 0 stays after the last acknowledgment, so that the others can exit.
+_LAST_SECONDS = 0.3
+
+#: Acquired for good by the one thread that ends this process; again if that has failed half-way.
+_end = threading.RLock()
+
+
+def begin_to_end() -> None:
+    """Returns in the first thread that wants to end the process; blocks all others."""
+    _end.acquire()
+
+
+class Departure(NamedTuple):
+    """Which process has left, the code and the text for the others."""
+
+    process: int
+    code: int
+    text: str
+
+
+def parse_departure(line: str) -> Departure | None:
+    """Returns the departure that a line tells of, or None."""
+    match parse_line(line):
+        case {"process": int(process), "code": int(code), "text": str(text)}:
+            return Departure(process, code, text)
+        case _:
+            return None
+
+
+def departure_text(joined: Job, left: Departure) -> str:
+    """Returns what this process says when it ends because another one has left."""
+    return message(
+        f"{joined.name_process(joined.process_id)} needs all processes of its job",
+        got=f"the end of {joined.name_process(left.process)}: {as_part(as_plain(left.text, 2000))}",
+        why="no collective can be complete without it",
+        fix="look at what that process said; start the job again",
+    )
+
+
+def leave(
+    joined: Job, code: int, text: str, others_code: int = PEER_LOST, *, says_who: bool = False
+) -> NoReturn:
+    """Ends this process with `code`, and the others with `others_code` and `text`.
+
+    Call after `begin_to_end`. If another process has already left, its code and text are
+    the ones that the others get; and `says_who`, this one says so.
+    """
+    flush_outputs()  # once it has announced its exit, JAX may abort this process
+    told = joined, text, others_code, says_who
+    telling = threading.Thread(target=_tell, args=told, daemon=True)
+    telling.start()
+    telling.join(_LEAVE_SECONDS)  # an unresponsive coordinator must not block the exit
+    end_at_once(code)
+
+
+def _tell(joined: Job, text: str, others_code: int, says_who: bool) -> None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    own, client = joined.process_id, joined.client
+    cause = Departure(own, others_code, as_plain(text, 2000))
+    try:
+        client.key_value_set(CAUSE, as_line(cause._asdict()))
+    except jax.errors.JaxRuntimeError:  # another process was first
+        if says_who:
+            _say_who(joined)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
+        for other in range(joined.num_processes) if own == 0 else ():
+            seconds = max(deadline - time.monotonic(), 0.001)
+            client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
+        if own == 0:
+            time.sleep(_LAST_SECONDS)
+
+
+def _say_who(joined: Job) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        left = parse_departure(joined.client.blocking_key_value_get(CAUSE, 1000))
+        if left is not None:
+            print_error(departure_text(joined, left))

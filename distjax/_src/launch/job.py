@@ -8,11 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from distjax._src.cluster.ending import watch_the_end
-from distjax._src.cluster.events import set_step
-from distjax._src.cluster.job import job
+from distjax._src.cluster.ending import listening, watch_the_end
+from distjax._src.cluster.job import job, set_step
 from distjax._src.cluster.meeting import hear_first
-from distjax._src.cluster.preemption import listening
 from distjax._src.typing import PyTree
 from distjax.errors import PreemptedError, describe_value, message, require, require_int
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distjax._src.cluster.events import FILE, append
+from distjax._src.cluster.job import FILE, append
 from distjax._src.cluster.roll_call import join_address, resolve_host, split_address
 from distjax._src.launch.processes import Ended, Guard, Output, Processes, signals_to
 from distjax.errors import ClusterError, as_part, message

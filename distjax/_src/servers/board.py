@@ -24,12 +24,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from distjax._src.context import modes_of_this_thread, settings_of_this_thread
 from distjax._src.interrupts import Waiters, interrupts
@@ -37,7 +36,6 @@ from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied
 from distjax._src.servers.per_worker import Argument, DataEnded, PerWorkerSource, draw_each
 from distjax._src.servers.plan import StepPlan
-from distjax._src.typing import PyTree
 from distjax.errors import (
     ClosureError,
     ContextError,
@@ -231,79 +229,6 @@ class Pause:
     thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
-class Pauses:
-    """The pauses of a board; true while there is one. It takes no lock.
-
-    It also knows who draws an element: closures wait for it, and it may not wait for them.
-
-    Args:
-      ring: called when a thread has drawn.
-
-    Attributes:
-      drawing: the threads that draw elements for closures.
-    """
-
-    def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
-        self._pauses: dict[Pause, None] = {}
-        self._ring = ring
-        self.drawing: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._pauses)
-
-    def begin(self, pause: Pause) -> None:
-        """Records a pause."""
-        self._pauses[pause] = None
-
-    def end(self, pause: Pause) -> None:
-        """Records that a pause is over, if it had begun."""
-        self._pauses.pop(pause, None)
-
-    def is_free(self, pause: Pause) -> bool:
-        """Returns whether no other thread is in a block that excludes that of a pause.
-
-        A restore changes values: what others read in their pauses must not change meanwhile.
-        """
-        others = [p for p in tuple(self._pauses) if p.is_entered and p.thread != pause.thread]
-        return not any(p.is_restore or pause.is_restore for p in others)
-
-    @contextlib.contextmanager
-    def draw(self) -> Generator[None]:
-        """A context in which the calling thread draws elements for a closure."""
-        thread = threading.get_ident()
-        try:
-            self.drawing.add(thread)
-            yield
-        finally:
-            self.drawing.discard(thread)
-            self._ring()
-
-    def require_going(self, method: str) -> None:
-        """Raises a ContextError if the calling thread keeps closures from running."""
-        self.require_not_drawing(method)
-        require(
-            threading.get_ident() not in [p.thread for p in tuple(self._pauses)],
-            f"{method} needs closures to run",
-            got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
-            why="it waits for a closure, and none runs until that ends",
-            fix="call it afterwards; until then read variables: v.value",
-            error=ContextError,
-        )
-
-    def require_not_drawing(self, method: str) -> None:
-        """Raises a ContextError if the calling thread draws an element for a closure."""
-        require(
-            threading.get_ident() not in self.drawing,
-            f"{method} needs to be called outside of per-worker data",
-            got="a call in the function or dataset of create_per_worker_dataset",
-            why="a worker makes an element there for its closure, and both would wait for each "
-            "other forever",
-            fix="read variables there: v.value; or make the elements in your own loop: "
-            "coordinator.schedule(step, args=(element,))",
-            error=ContextError,
-        )
-
-
 # -- workers ------------------------------------------------------------------
 
 
@@ -338,7 +263,9 @@ class Board:
 
     Attributes:
       waiters: rung when the board changes.
-      pauses: those in which no closure begins.
+      pauses: those in which no closure begins; changed without the lock.
+      drawing: the threads that draw elements: closures wait for these, and they may not wait for
+        closures.
       queue: the closures to be taken.
       running: the closures in hand, and their workers.
       is_closed: whether no coordinator is open.
@@ -352,7 +279,8 @@ class Board:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.waiters = Waiters()
-        self.pauses = Pauses(self.waiters.ring)
+        self.pauses: dict[Pause, None] = {}
+        self.drawing: set[int] = set()
         self.queue: collections.deque[Closure] = collections.deque()
         self.running: dict[Closure, Worker] = {}
         self.is_closed = True
@@ -405,7 +333,7 @@ class Board:
                     self._number(closure)
                     self.queue.append(closure)
                     break
-            self.pauses.require_going("schedule with a full queue")
+            self.require_going("schedule with a full queue")
             self.waiters.wait_until(self._has_much_room)
             self.raise_error()
         if closure.sources:
@@ -490,19 +418,55 @@ class Board:
           is_restore: whether it is for a restore of the servers.
         """
         if not is_restore:
-            self.pauses.require_not_drawing("a pause of the workers")
+            self.require_not_drawing("a pause of the workers")
         pause = Pause(is_restore)
         try:
             with self._lock:
-                self.pauses.begin(pause)
+                self.pauses[pause] = None
             while not pause.is_entered:
                 self.waiters.wait_until(lambda: self._may_enter(pause))
                 with self._lock:
                     pause.is_entered = self._may_enter(pause)
             yield
         finally:
-            self.pauses.end(pause)
+            self.pauses.pop(pause, None)
             self.waiters.ring()
+
+    @contextlib.contextmanager
+    def draw(self) -> Generator[None]:
+        """A context in which the calling thread draws elements for a closure."""
+        thread = threading.get_ident()
+        try:
+            self.drawing.add(thread)
+            yield
+        finally:
+            self.drawing.discard(thread)
+            self.waiters.ring()
+
+    def require_going(self, method: str) -> None:
+        """Raises a ContextError if the calling thread keeps closures from running."""
+        self.require_not_drawing(method)
+        require(
+            threading.get_ident() not in [p.thread for p in tuple(self.pauses)],
+            f"{method} needs closures to run",
+            got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
+            why="it waits for a closure, and none runs until that ends",
+            fix="call it afterwards; until then read variables: v.value",
+            error=ContextError,
+        )
+
+    def require_not_drawing(self, method: str) -> None:
+        """Raises a ContextError if the calling thread draws an element for a closure."""
+        require(
+            threading.get_ident() not in self.drawing,
+            f"{method} needs to be called outside of per-worker data",
+            got="a call in the function or dataset of create_per_worker_dataset",
+            why="a worker makes an element there for its closure, and both would wait for each "
+            "other forever",
+            fix="read variables there: v.value; or make the elements in your own loop: "
+            "coordinator.schedule(step, args=(element,))",
+            error=ContextError,
+        )
 
     def close(self) -> None:
         """Ends the workers after the closures in hand. Takes no lock: see `Waiters`."""
@@ -559,7 +523,7 @@ class Board:
         workers = list(self.workers.values())
         self.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
         for worker in workers:
-            if worker.thread is not None and worker.thread.ident in self.pauses.drawing:
+            if worker.thread is not None and worker.thread.ident in self.drawing:
                 self.workers.pop(worker.number, None)
 
     def describe_workers(self) -> list[dict[str, Any]]:
@@ -595,7 +559,7 @@ class Board:
         """Starts a closure without waiting for it; returns None if that has come to an end."""
         try:
             with closure.modes():
-                with self.pauses.draw():
+                with self.draw():
                     ended = closure.prepare(worker.number)
                 if ended is None:
                     return self.engine.run(worker.number, closure.as_task())
@@ -739,37 +703,11 @@ class Board:
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors) or self.is_closed
 
     def _may_enter(self, pause: Pause) -> bool:
-        is_quiet = not self.running and not any(c.is_retried for c in tuple(self.queue))
-        return is_quiet and self.pauses.is_free(pause)
-
-
-@runtime_checkable
-class ServerStrategy(Protocol):
-    """A strategy with workers and servers.
-
-    Attributes:
-      engine: runs workers and servers.
-      board: has its closures.
-    """
-
-    engine: Engine
-    board: Board
-
-    @property
-    def num_workers(self) -> int:
-        """The initial number of workers."""
-        ...
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas of each worker."""
-        ...
-
-    def cut_step(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> tuple[StepPlan, Sequence[jax.Array | np.ndarray]]:
-        """Returns the plan of a step, traced the first time, and its flat arguments."""
-        ...
+        if self.running or any(c.is_retried for c in tuple(self.queue)):
+            return False
+        # A restore changes values: what others read in their pauses must not change meanwhile.
+        others = [p for p in tuple(self.pauses) if p.is_entered and p.thread != pause.thread]
+        return not any(p.is_restore or pause.is_restore for p in others)
 
 
 # -- the loop of a worker's thread --------------------------------------------

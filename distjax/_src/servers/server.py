@@ -94,16 +94,6 @@ class ParameterServer(Protocol):
         """How many writes it has applied."""
         return self.report().version
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all values."""
-        return self.report().nbytes
-
-    @property
-    def num_kept(self) -> int:
-        """How many closures it keeps records of."""
-        return self.report().num_kept
-
     def create(self, key: str, value: ArrayLike) -> None:
         """Gives a new variable its value."""
         ...

@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from distjax._src.placement.transfer import transfer
 from distjax._src.program.discovery import OutputSpec, spec_of
 from distjax._src.program.launch import Build, Finish
 from distjax._src.servers.server import ParameterServer
-from distjax._src.typing import DTypeLike, VariableModes
+from distjax._src.typing import DTypeLike, PyTree, VariableModes
 from distjax._src.variables.conversion import Array
 from distjax._src.variables.layouts import WHOLE, Declared, LaidOut
 from distjax._src.variables.partitioners import Partitioner, count_shards
@@ -37,17 +37,8 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import message
 
 
-class HasDtype(Protocol):
-    """What has a shape and a dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-def num_bytes(value: HasDtype) -> int:
-    """Returns the bytes of a value; each PRNG key counts as 8."""
+def num_bytes(value: PyTree) -> int:
+    """Returns the bytes of what has a shape and a dtype; each PRNG key counts as 8."""
     itemsize = 8 if jax_compat.is_key_dtype(value.dtype) else np.dtype(value.dtype).itemsize
     return math.prod(value.shape) * itemsize
 
@@ -296,6 +287,8 @@ class ServerStorage(StoredArray):
             for n in (everywhere if part.server is None else (part.server,))
         ]
         placement.add(self)
+        if launch_at_servers not in hooks.launchers:  # only a program that has servers asks
+            hooks.launchers.append(launch_at_servers)
         weakref.finalize(self, _remove, servers, self.homes).atexit = False
         self._servers, self._device = servers, device
         self._read_at = _by_server((part.server or 0, part) for part in parts)
@@ -418,7 +411,7 @@ def policy_at_servers(
 # -- programs that read or write variables at servers ----------------------------
 
 
-def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
+def launch_at_servers(build: Build) -> Callable[..., Any] | None:
     """Launches a program with variables at servers; if it writes some, while no one else does.
 
     Their values are fetched, and the new ones sent after the program has run: if it fails,
@@ -447,6 +440,3 @@ def _launch_at_servers(build: Build) -> Callable[..., Any] | None:
         return result, spec
 
     return launch
-
-
-hooks.launchers.append(_launch_at_servers)

@@ -11,7 +11,6 @@ import pytest
 
 import distjax as dj
 from distjax._src.servers.on_ray.engine import Sent
-from distjax._src.servers.on_ray.wire import Failed
 from distjax._src.servers.server import RefusedPush
 from distjax.errors import UnsupportedError
 from tests.servers.ray.conftest import make_engine
@@ -109,7 +108,7 @@ def test_closures_are_applied_once_whatever_processes_are_killed(served, coordin
     assert num_restarts(stats) == num_restarts(before) + 2 - len(unnoticed)
     assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=1) == [True]
     assert counters.values() == counters.expected
-    assert [server.num_kept for server in served.servers] == [0, 0]
+    assert [server.report().num_kept for server in served.servers] == [0, 0]
 
 
 def num_restarts(stats):
@@ -127,7 +126,6 @@ def test_a_bound_holds_with_killed_workers(bounded):
 
 
 def test_threads_that_run_steps_without_a_coordinator_share_a_process(bounded):
-    """Each pulls in one call and pushes in another: those of others may come in between."""
     counters = Counters(bounded)
 
     def run():
@@ -146,11 +144,10 @@ def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinato
     value.get()
     assert [server.version for server in served.servers] != [0, 0]  # they know that it is over
     closure = value._closure
-    tried_again = served.engine.workers.find(0)
     task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
     task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
-    outcome = Sent(served.engine, 0, tried_again, task).ask("run")
-    assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
+    with pytest.raises(RefusedPush):
+        Sent(served.engine, 0, task).wait()
     assert counters.values() == [5, 10, 0]
 
 
@@ -181,7 +178,7 @@ def test_workers_come_and_go_and_draw_elements(served, coordinator):
     values = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
     assert all(np.isfinite(value.fetch()) for value in values)
     (new,) = coordinator.add_workers()
-    coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).info)
+    coordinator._board.waiters.wait_until(lambda: served.engine.find(new).info)
     processes = {w["id"]: w["pid"] for w in coordinator.stats()["workers"]}
     processes |= {f"server {s['id']}": s["pid"] for s in coordinator.stats()["servers"]}
     children = {p.pid for p in psutil.Process().children(recursive=True)}
@@ -252,7 +249,7 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     coordinator.schedule(lambda x: counters.near.assign_add(x), (jnp.int32(1),))  # another plan
     coordinator.join()
     assert not added & plans()
-    assert [server.num_kept for server in served.servers] == [0, 0]
+    assert [server.report().num_kept for server in served.servers] == [0, 0]
 
 
 def test_values_are_written_and_added_together(served):
@@ -274,9 +271,9 @@ def test_values_are_written_and_added_together(served):
 def test_servers_forget_variables_that_are_gone(served, coordinator):
     server = served.servers[0]
     server.create("gone", np.ones(256, np.float32))
-    nbytes = server.nbytes
+    nbytes = server.report().nbytes
     server.remove(["gone"])
-    assert server.nbytes == nbytes - 1024
+    assert server.report().nbytes == nbytes - 1024
 
 
 def test_processes_end_with_their_strategy(cluster, collect_garbage):

@@ -1,37 +1,74 @@
-"""What runs in Ray's processes: workers and servers; of the user's code, only what makes data."""
+"""What runs in Ray's processes, workers and servers, and what is sent to them and back.
+
+Of the user's code, only what makes data runs there. Arrays travel as numpy arrays, without a copy;
+programs as StableHLO; exceptions as Ray sends them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
+from jax.sharding import Sharding, SingleDeviceSharding
 
+import distjax
 from distjax._src import jax_compat
 from distjax._src.context import ProgramModes
-from distjax._src.placement import mesh_topology, one_device_topology
-from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
-from distjax._src.servers.on_ray.processes import ProcessInfo, describe_this_process
-from distjax._src.servers.on_ray.wire import (
-    Done,
-    Failed,
-    OnWire,
-    Order,
-    Outcome,
-    Place,
-    from_wire,
-    to_wire,
-)
+from distjax._src.placement.topology import abstract_topology, mesh_topology, one_device_topology
+from distjax._src.placement.transfer import transfer_each
+from distjax._src.servers.engine import Parcel, Task, Wanted, run_attempt
 from distjax._src.servers.per_worker import Elements
-from distjax._src.servers.plan import Executable, OnceEach, Push, Stage, StepPlan
+from distjax._src.servers.plan import (
+    Executable,
+    OnceEach,
+    Program,
+    Push,
+    Stage,
+    StepPlan,
+    shardings_of,
+    struct_of,
+)
 from distjax._src.servers.server import Answer, PushKey, Server, lost_error
 from distjax._src.typing import PyTree
+from distjax.errors import UnsupportedError, message, require
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+
+class ProcessInfo(NamedTuple):
+    """A process's description of itself.
+
+    Attributes:
+      pid: its pid on its machine.
+      versions: of the packages that must be the same on both sides.
+      platform: its JAX platform.
+      num_devices: how many devices it has.
+    """
+
+    pid: int
+    versions: dict[str, str]
+    platform: str
+    num_devices: int
+
+
+def describe_this_process() -> ProcessInfo:
+    """Returns the description of this process."""
+    devices = jax.local_devices()
+    return ProcessInfo(os.getpid(), own_versions(), jax.default_backend(), len(devices))
+
+
+def own_versions() -> dict[str, str]:
+    """Returns the versions of this process."""
+    return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
 class WorkerActor:
@@ -45,8 +82,6 @@ class WorkerActor:
         self._plans: dict[int, StepPlan] = {}
         self._datasets: dict[int, Elements] = {}
         self.set_servers(())
-        #: By closure, from `begin` to the last `push`.
-        self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
         self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
@@ -83,52 +118,23 @@ class WorkerActor:
             if dataset not in self._datasets:
                 self._datasets[dataset] = Elements(cloudpickle.loads(pickled))
             element = jax.tree.map(_on_host, self._datasets[dataset][index])
-        except BaseException as error:  # Ray takes SystemExit as an order to end the process
-            return Failed.of(error), []
+        except SystemExit as error:  # Ray takes it as an order to end the process
+            raise RuntimeError(f"per-worker data raised {error!r}") from error
         arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
         return jax.tree.map(_as_struct, element), arrays
 
     # -- closures -------------------------------------------------------------
 
-    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
-        """Runs a whole attempt; `elements` has the arrays of those that the order names."""
-        outcome = self.begin(order, *elements)
-        while outcome is None:
-            outcome = self.push(order)
-        return outcome
-
-    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Outcome:
-        """Pulls, and computes what comes before the first pushes."""
-        return self._guarded(order, lambda: self._begin(order, elements))
-
-    def push(self, order: Order) -> Outcome:
-        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
-        return self._guarded(order, lambda: self._go_on(order))
-
-    def _guarded(self, order: Order, act: Callable[[], Outcome]) -> Outcome:
-        try:
-            with order.modes():
-                return act()
-        except BaseException as error:  # see `draw`
-            self._attempts.pop(order.closure, None)
-            return Failed.of(error)
-
-    def _begin(self, order: Order, elements: Sequence[Sequence[np.ndarray]]) -> Outcome:
+    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Done:
+        """Runs an attempt; `elements` has the arrays of those that the order names."""
         own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
         sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
-        arrays = from_wire(sent, self._device)
-        task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
-        servers = _RemoteServers(self._servers, order, self._device, self._ready)
-        attempt = Attempt(task, servers, self._home, self._compiled)
-        self._attempts[order.closure] = attempt, attempt.run()
-        return self._go_on(order)
-
-    def _go_on(self, order: Order) -> Outcome:
-        attempt, stages = self._attempts[order.closure]
-        if next(stages, None) is not None:
-            return None
-        del self._attempts[order.closure]
-        return Done(to_wire(attempt.results), attempt.versions)
+        with order.modes():
+            arrays = from_wire(sent, self._device)
+            task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
+            servers = _RemoteServers(self._servers, order, self._device, self._ready)
+            done = run_attempt(task, servers, self._home, self._compiled)
+            return Done(to_wire(done.results), done.versions)
 
 
 def _on_host(leaf: PyTree) -> Any:
@@ -196,7 +202,7 @@ def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
         except RayActorError:
             raise lost_error(server) from None
         except RayTaskError as error:  # as it was raised in the other process
-            raise error.cause from None
+            raise error.cause from error
     return answers
 
 
@@ -271,23 +277,213 @@ class ServerActor:
 # -- their processes ----------------------------------------------------------
 
 
-def make_worker(
-    options: Mapping[str, Any], num_replicas: int, axis_name: str
-) -> ActorHandle[WorkerActor]:
-    """Returns a new process of a worker."""
-    return _make(WorkerActor, options, "draw", num_replicas, axis_name)
-
-
-def make_server(options: Mapping[str, Any], number: int) -> ActorHandle[ServerActor]:
-    """Returns a new process of a server."""
-    return _make(ServerActor, options, "compile", number)
-
-
-def _make(kind: type, options: Mapping[str, Any], beside: str, *args: object) -> Any:
-    """Returns a process whose method `beside` runs beside the others, one call at a time."""
+def start_actor(kind: type, beside: str, options: Mapping[str, Any], *args: object) -> Any:
+    """Returns a new process whose method `beside` runs beside the others, one call at a time."""
     import ray
 
     ray.method(concurrency_group="beside")(getattr(kind, beside))
     given: Any = {**options, "concurrency_groups": {"beside": 1}}
     remote: Any = ray.remote(**given)
     return remote(kind).remote(*args)
+
+
+# -- arrays -------------------------------------------------------------------
+
+# JAX's own pickle is slower, PRNG keys are not numpy arrays, and numpy pickles dtypes that it
+# does not know (bfloat16) through a copy.
+
+
+class Disguised(NamedTuple):
+    """An array of a dtype unknown to numpy, as one of a dtype that numpy knows.
+
+    Attributes:
+      data: the same bytes as unsigned integers.
+      dtype: the name of the dtype; for a key, the name of its implementation.
+      is_key: whether it is a PRNG key.
+    """
+
+    data: np.ndarray
+    dtype: str
+    is_key: bool
+
+
+#: The wire form of one array.
+OnWire = np.ndarray | Disguised
+
+
+def to_wire(tree: PyTree) -> Any:
+    """Returns a tree with its arrays in wire form; waits until they are computed."""
+    return jax.tree.map(lambda x: _to_wire(x) if isinstance(x, jax.Array | np.ndarray) else x, tree)
+
+
+def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
+    if isinstance(array, jax.Array) and jax_compat.is_key_dtype(array.dtype):
+        data = np.asarray(jax.random.key_data(array))
+        return Disguised(data, jax_compat.key_impl(array.dtype), True)
+    host = np.asarray(array)
+    if host.dtype.kind != "V":
+        return host
+    return Disguised(host.view(f"u{host.itemsize}"), host.dtype.name, False)
+
+
+def from_wire(sent: PyTree, device: jax.Device | None = None) -> Any:
+    """Returns a tree with its arrays on a device; on a CPU, where they arrived if possible."""
+    leaves, treedef = jax.tree.flatten(sent, is_leaf=lambda x: isinstance(x, Disguised))
+    arrays = [x for x in leaves if isinstance(x, OnWire)]
+    sharding = None if device is None else SingleDeviceSharding(device)
+    with jax.enable_x64(True):  # else 64-bit values would be truncated, whoever sent them
+        placed: list[jax.Array] = transfer_each(list(map(_as_host, arrays)), sharding)
+        found = map(_as_key, arrays, placed)
+        return treedef.unflatten([next(found) if isinstance(x, OnWire) else x for x in leaves])
+
+
+def _as_host(sent: OnWire) -> np.ndarray:
+    if not isinstance(sent, Disguised) or sent.is_key:
+        return sent.data if isinstance(sent, Disguised) else sent
+    return sent.data.view(jax.numpy.dtype(sent.dtype))
+
+
+def _as_key(sent: OnWire, array: jax.Array) -> jax.Array:
+    if not isinstance(sent, Disguised) or not sent.is_key:
+        return array
+    return jax.random.wrap_key_data(array, impl=sent.dtype)
+
+
+# -- orders to a worker -------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where an array is: in which of the elements that an order names.
+
+    Attributes:
+      element: the number of the element, among these.
+      number: the number of the array in it.
+      dtype: the dtype in which it is wanted.
+    """
+
+    element: int
+    number: int
+    dtype: np.dtype
+
+
+class Order(NamedTuple):
+    """An order to a worker to run an attempt.
+
+    Attributes:
+      plan: its number.
+      closure: the number of the closure.
+      attempt: 1, 2, ...
+      arrays: the flat arguments; a `Place` for an array of an element.
+      modes: the JAX modes in effect where the closure was scheduled.
+    """
+
+    plan: int
+    closure: int
+    attempt: int
+    arrays: Sequence[OnWire | Place]
+    modes: ProgramModes
+
+
+class Done(NamedTuple):
+    """The result of an attempt: results, and versions by server."""
+
+    results: Sequence[OnWire]
+    versions: Mapping[int, int]
+
+
+# -- plans --------------------------------------------------------------------
+
+
+class StableFunction:
+    """A function of flat arrays as StableHLO: sent as bytes, read at its first run."""
+
+    def __init__(self, blob: bytes):
+        self._blob = blob
+        self._exported: export.Exported | None = None
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if self._exported is None:
+            self._exported = export.deserialize(bytearray(self._blob))
+            _require_no_callback(self._exported)
+        return tuple(self._exported.call(*arrays))
+
+    def __reduce__(self) -> tuple[type[StableFunction], tuple[bytes]]:
+        return StableFunction, (self._blob,)
+
+
+def _require_no_callback(exported: export.Exported) -> None:
+    """Raises if a received program would call Python, whatever its sender has checked."""
+    found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
+    require(
+        found is None,
+        "a program that is shipped needs to be all StableHLO",
+        got=f"one that calls {found and found[1]}",
+        why="it would call Python by an address of another process",
+        fix="schedule steps by dj.Coordinator, which ships none of that kind",
+        error=UnsupportedError,
+    )
+
+
+def export_plan(
+    plan: StepPlan,
+    replicas: tuple[int, str],
+    worker_platforms: Iterable[str],
+    server_platforms: Iterable[str],
+) -> StepPlan:
+    """Returns a plan in the form in which it is sent.
+
+    Args:
+      plan: made by a strategy.
+      replicas: how many replicas each worker has, and the name of their axis.
+      worker_platforms: the platforms of its workers.
+      server_platforms: the platforms of its servers.
+
+    Raises:
+      UnsupportedError: a program calls back to Python, or has no stable form.
+    """
+    anywhere = abstract_topology(*replicas)
+
+    def exported(stage: Stage) -> Stage:
+        ins, outs = None, None
+        if anywhere.num_replicas > 1:  # over any worker's devices
+            ins, (*outs, _) = shardings_of(stage, plan, anywhere)
+        return dataclasses.replace(
+            stage,
+            program=_export(plan.name, stage.program, worker_platforms, ins, outs),
+            pushes=tuple(
+                dataclasses.replace(p, program=_export(plan.name, p.program, server_platforms))
+                for p in stage.pushes
+            ),
+        )
+
+    # The other fields hold objects of the user or the strategy.
+    return dataclasses.replace(
+        plan, stages=tuple(map(exported, plan.stages)), rebuild=tuple, kept=()
+    )
+
+
+def _export(
+    name: str,
+    program: Program,
+    platforms: Iterable[str],
+    ins: Sequence[Sharding] | None = None,
+    outs: Sequence[Sharding] | None = None,
+) -> Program:
+    pairs = zip(program.avals, ins or (None,) * len(program.avals), strict=True)
+    shapes = [struct_of(aval, sharding) for aval, sharding in pairs]
+    jitted = jax.jit(program.fn, out_shardings=outs and tuple(outs))
+    make: Any = export.export(jitted, platforms=sorted(set(platforms)))
+    try:
+        blob = bytes(make(*shapes).serialize())
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedError(
+            message(
+                f"{name} needs programs that run in other processes, on RayEngine",
+                got=f"one that cannot be shipped: {error}",
+                why="workers and servers are sent StableHLO, and nothing of your Python: there is "
+                "nothing that jax.debug.print, pure_callback or io_callback could call",
+                fix="take the callback out of the step, and return what it needs; or run it on "
+                'engine="threads"',
+            )
+        ) from error
+    return Program(program.name, StableFunction(blob), program.avals)

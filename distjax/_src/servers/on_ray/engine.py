@@ -1,55 +1,63 @@
 """RayEngine: workers and servers are Ray processes, on this machine or on several."""
 
-# The coordinator's process traces, cuts and exports steps, and orders the pushes if their
-# staleness is bounded. Values go directly between workers and servers.
-
 from __future__ import annotations
 
+import atexit
 import collections
+import contextlib
 import functools
+import importlib
 import itertools
+import os
+import pathlib
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import distjax
 from distjax._src.context import ProgramModes
-from distjax._src.placement import Topology
+from distjax._src.placement.topology import Topology
+from distjax._src.servers.board import end_all
 from distjax._src.servers.engine import Engine, Gate, Ran, Task, WorkerDied
-from distjax._src.servers.on_ray import processes
-from distjax._src.servers.on_ray.actors import make_server, make_worker
-from distjax._src.servers.on_ray.processes import (
-    RayProcess,
-    RayWorkers,
-    actor_options,
-    drain,
-)
-from distjax._src.servers.on_ray.wire import (
+from distjax._src.servers.on_ray.actors import (
     Disguised,
     Done,
-    Failed,
     OnWire,
     Order,
-    Outcome,
     Place,
+    ProcessInfo,
+    ServerActor,
+    WorkerActor,
     export_plan,
     from_wire,
+    own_versions,
+    start_actor,
     to_wire,
 )
 from distjax._src.servers.per_worker import Argument, NumberedElements, RemoteArray
 from distjax._src.servers.plan import StepPlan, count_writes
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot, lost_error
 from distjax._src.typing import ArrayLike, PyTree
-from distjax.errors import describe_value, message, require, require_int
+from distjax.errors import ClusterError, message, require, require_int
+
+# The coordinator's process traces, cuts and exports steps, and has closures wait if staleness is
+# bounded. Values go directly between workers and servers.
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax._src.servers.on_ray.actors import ServerActor
+_T = TypeVar("_T")
+_LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
 class RayEngine(Engine):
@@ -70,7 +78,7 @@ class RayEngine(Engine):
 
     Raises:
       ImportError: Ray is not installed.
-      TypeError, ValueError: invalid arguments.
+      ValueError: `max_failures` is below 1. What Ray does not take, it refuses itself.
 
     Example:
       ``strategy = dj.ParameterServerStrategy(workers=8, engine=dj.servers.RayEngine("auto"))``
@@ -85,15 +93,25 @@ class RayEngine(Engine):
         runtime_env: Mapping[str, Any] | None = None,
         max_failures: int = 3,
     ):
-        _require_options(address, worker_resources, server_resources, runtime_env, max_failures)
+        require_int(
+            "RayEngine: max_failures",
+            max_failures,
+            1,
+            why="so many workers may be lost in one closure before it is given up",
+            fix="dj.servers.RayEngine(max_failures=3)",
+        )
         self.max_failures = max_failures
-        is_ours = processes.connect(address)
+        is_ours = connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
-        self._server_options = options(server_resources)
+        self._make_server = functools.partial(
+            start_actor, ServerActor, "compile", options(server_resources)
+        )
         self._worker_options = functools.partial(options, worker_resources)
         self._servers: list[RayServer] = []
         self._replicas: tuple[int, str]  # of a worker, and the name of their axis
-        self.workers: RayWorkers
+        self._make_worker: Callable[[], ActorHandle[WorkerActor]]
+        self._processes: dict[int, RayProcess] = {}  # of workers, at most one for each
+        self._replacing = threading.Lock()
         self._gate: Gate
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
@@ -117,15 +135,15 @@ class RayEngine(Engine):
         self._gate = Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
         options = self._worker_options(self._replicas[0])
-        make = functools.partial(make_worker, options, *self._replicas)
-        self.workers = RayWorkers(make, self.max_failures, self._replicas[0])
-        make_server_here = functools.partial(make_server, self._server_options)
-        servers = [RayServer(i, make_server_here) for i in range(len(server_devices))]
+        self._make_worker = functools.partial(
+            start_actor, WorkerActor, "draw", options, *self._replicas
+        )
+        servers = [RayServer(i, self._make_server) for i in range(len(server_devices))]
         for worker in range(len(workers)):
-            self.workers.begin(worker)
+            self.begin(worker)
         for server in servers:
             server.wait_for_start()
-        self.workers.begin(0).require_start()
+        self.begin(0).require_start()
         self._servers = servers
 
     def admit(self, plan: StepPlan) -> None:
@@ -133,8 +151,10 @@ class RayEngine(Engine):
 
         with self._announcing:
             if plan not in self._plans:
-                platforms = self.workers.platforms, {s.platform for s in self._servers}
-                shipped = ray.put(export_plan(plan, self._replicas, *platforms))
+                infos = [process.info for process in tuple(self._processes.values())]
+                platforms = {info.platform for info in infos if info is not None}  # known so far
+                at_servers = {server.platform for server in self._servers}
+                shipped = ray.put(export_plan(plan, self._replicas, platforms, at_servers))
                 self._plans[plan] = next(self._numbers), shipped
                 for server in self._servers:
                     server.keep_plans({number for number, _ in self._plans.values()})
@@ -146,31 +166,71 @@ class RayEngine(Engine):
         return elements
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        return self.workers.prepare(worker, is_wanted) is not None
+        return self.find(worker, is_wanted) is not None
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
-        sent = Sent(self, worker, self.workers.find(worker), task)
-        if self._gate.is_open or not num_writes:
-            sent.send("run")
-            return sent
+        if not self._gate.has_to_admit(num_writes):
+            return Sent(self, worker, task)
         with self._gate.admitted(task.closure, num_writes):
-            outcome = sent.ask("begin")
-            for stage in (s for s in task.plan.stages if s.pushes):
-                if outcome is not None:  # it has failed
-                    break
-                with self._gate.turn(task.closure, stage):
-                    outcome = sent.ask("push")
-            return sent.conclude(outcome)
-
-    def end_worker(self, worker: int) -> None:
-        self.workers.end(worker)
+            return Sent(self, worker, task).wait()
 
     def name_devices(self, home: Topology) -> tuple[str, ...]:
         return tuple(f"device {i} of its process" for i in range(home.num_replicas))
 
+    # -- the processes of workers -----------------------------------------------
+
+    def begin(self, worker: int) -> RayProcess:
+        """Returns the process of a worker, which may still be starting."""
+        with self._replacing:
+            if worker not in self._processes:
+                actor = self._make_worker()
+                process = RayProcess(f"worker {worker}", actor, self._replicas[0])
+                self._processes[worker] = process
+            return self._processes[worker]
+
+    def find(self, worker: int, is_wanted: Callable[[], bool] = lambda: True) -> RayProcess | None:
+        """Returns the process of a worker, ready to be used; waits for it while it is wanted.
+
+        Raises:
+          ClusterError: `max_failures` in a row have not started, or cannot be used.
+        """
+        for failures in itertools.count(1):
+            process = self.begin(worker)
+            try:
+                while is_wanted() or process.info is not None:
+                    if process.wait(_LOOK_SECONDS):
+                        return process
+                return None
+            except ClusterError:
+                self._drop(worker, process)
+                if failures == self.max_failures:
+                    raise
+
+    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
+        """Replaces a process that died; returns why it did."""
+        self._drop(worker, process)
+        self.begin(worker)
+        return ends_of(error)
+
+    def end_worker(self, worker: int) -> None:
+        import ray
+
+        process = self._processes.get(worker)
+        if process is not None and ray.is_initialized():
+            self._drop(worker, process)
+
+    def _drop(self, worker: int, process: RayProcess) -> None:
+        import ray
+
+        with self._replacing:
+            if self._processes.get(worker) is process:  # else another thread has dropped it
+                del self._processes[worker]
+                ray.kill(process.actor)  # in case it is only unreachable
+
     def pid_of(self, worker: int) -> int | None:
-        return self.workers.pid_of(worker)
+        process = self._processes.get(worker)
+        return None if process is None or process.info is None else process.info.pid
 
     # -- for attempts and data --------------------------------------------------
 
@@ -301,7 +361,7 @@ class RayServer(ParameterServer):
             self.is_lost = True
             raise lost_error(self.number) from error
         except RayTaskError as error:
-            raise error.cause from None
+            raise error.cause from error
 
     def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
         """Returns the result of a method of the `Server` in its process: see `call`."""
@@ -318,10 +378,12 @@ class RayServer(ParameterServer):
 
 
 class Sent:
-    """An attempt that was sent to a worker, in one call or in several."""
+    """An attempt that was sent to a worker."""
 
-    def __init__(self, engine: RayEngine, worker: int, process: RayProcess, task: Task):
-        self._engine, self._worker, self._process, self._task = engine, worker, process, task
+    def __init__(self, engine: RayEngine, worker: int, task: Task):
+        process = engine.find(worker)
+        assert process is not None, "it is wanted"
+        self._engine, self._worker, self._process = engine, worker, process
         elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
         self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
         self._order = Order(
@@ -331,8 +393,7 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._method = "run"
-        self._answer: Any = None
+        self._answer = self._send()
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
@@ -340,52 +401,37 @@ class Sent:
         assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
-    def send(self, method: str) -> None:
-        """Calls a method of the worker with the order."""
-        self._method = method
+    def _send(self) -> Any:
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [] if method == "push" else [element.arrays for element in self._elements]
-        self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
-
-    def ask(self, method: str) -> Outcome:
-        """Calls a method of the worker, and returns its outcome.
-
-        Raises:
-          WorkerDied: the worker died.
-        """
-        self.send(method)
-        return self._outcome()
+        arrays = [element.arrays for element in self._elements]
+        return self._process.actor.run.remote(self._order, *arrays)
 
     def wait(self) -> Ran:
-        """Waits for the attempt's outcome; raises as `Engine.run` does."""
-        return self.conclude(self._outcome())
-
-    def conclude(self, outcome: Outcome) -> Ran:
-        """Returns, or raises, the outcome of an attempt."""
-        if isinstance(outcome, Failed):
-            raise outcome.error
-        assert isinstance(outcome, Done), "all stages have been asked for"
-        versions, servers = outcome.versions, self._engine.servers
+        """Waits for the attempt's end; raises as `Engine.run` does."""
+        done = self._answered()
+        versions, servers = done.versions, self._engine.servers
         return Ran(
-            tuple(from_wire(outcome.results)),
+            tuple(from_wire(done.results)),
             tuple(versions[s.number] if s.number in versions else s.version for s in servers),
         )
 
-    def _outcome(self) -> Outcome:
+    def _answered(self) -> Done:
         import ray
-        from ray.exceptions import ObjectLostError, RayError, RayTaskError
+        from ray.exceptions import ObjectLostError, RayError, RayTaskError, UnserializableException
 
         while True:
             try:
                 return ray.get(self._answer)
             except RayTaskError as error:
                 if not isinstance(error.cause, ObjectLostError):
-                    raise error.cause from None
+                    raise error.cause from error
                 for element in self._elements:  # with the machine that had it
                     element.draw()
-                self.send(self._method)
+                self._answer = self._send()
+            except UnserializableException:
+                raise
             except RayError as error:
-                ends = self._engine.workers.replace_dead(self._worker, self._process, error)
+                ends = self._engine.replace_dead(self._worker, self._process, error)
                 raise WorkerDied(ends, has_begun=self._process.blame()) from error
 
 
@@ -439,27 +485,24 @@ class RemoteElements(NumberedElements):
 
         engine, failures = self._engine, 0
         while True:
-            process = engine.workers.find(self._worker)
+            process = engine.find(self._worker)
+            assert process is not None, "it is wanted"
             dropped = process.data - engine.current_data()
             process.data = {*process.data, self._number} - dropped
             try:
                 draw: Any = process.actor.draw.options(num_returns=2)
                 described, arrays = draw.remote(self._number, self._pickled, index, dropped)
                 element: Any = ray.get(described)
-            except RayTaskError as error:
-                raise error.cause from None
+            except RayTaskError as error:  # it has the traceback
+                raise error.cause from error
             except (RaySystemError, UnserializableException):  # the element cannot be read here
                 raise
             except RayError as error:
-                ends, failures = (
-                    engine.workers.replace_dead(self._worker, process, error),
-                    failures + 1,
-                )
+                ends = engine.replace_dead(self._worker, process, error)
+                failures += 1
                 if failures == engine.max_failures:
                     raise WorkerDied(ends) from error  # it is the data that kills
                 continue
-            if isinstance(element, Failed):
-                raise element.error
             return element, arrays
 
 
@@ -501,53 +544,306 @@ def _unpicklable(error: Exception) -> str:
     )
 
 
-# -- options ------------------------------------------------------------------
+# -- the cluster --------------------------------------------------------------
 
-_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
+# A cluster of our own listens only at 127.0.0.1, requires a token, and reports to no one. Ray reads
+# these settings from the environment when it is imported and when it starts, so they are there for
+# both, and the environment is restored afterwards. A Ray that was imported before does not know
+# them: it is refused, unless it is connected. The token and Ray's logs are in a directory that is
+# deleted when the process ends.
+
+_starting = threading.Lock()
+_folder: pathlib.Path | None = None  # of our own cluster
+_knows_settings = False  # whether Ray was imported with the settings of our own cluster
+_started = False  # whether this process has started the cluster
+
+#: Settings of our own cluster, unless the environment overrides them. Ray's object store costs more
+#: than a message of a few hundred kilobytes, a common size of gradients; and Ray's processes, by
+#: default at nice 15, are the main program here, not background jobs.
+_DEFAULTS = {"RAY_max_direct_call_object_size": str(1 << 20), "RAY_worker_niceness": "0"}
 
 
-def _require_options(
-    address: object,
-    worker_resources: object,
-    server_resources: object,
-    runtime_env: object,
-    max_failures: object,
-) -> None:
-    """Raises a TypeError or ValueError unless these are options of a RayEngine."""
-    require(
-        isinstance(address, str | None),
-        "RayEngine: address needs a string or None",
-        got=describe_value(address),
-        why="it names a cluster of Ray's",
-        fix='dj.servers.RayEngine("auto"), or None for one on this machine',
-        error=TypeError,
+def connect(address: str | None) -> bool:
+    """Connects to a cluster; returns whether this process started it.
+
+    Args:
+      address: of an existing cluster; None: the one that Ray is connected to, or named by
+        RAY_ADDRESS, or a new one on this machine.
+
+    Raises:
+      ImportError: Ray is not installed.
+      ClusterError: a new one is needed, and the user has imported Ray.
+    """
+    global _knows_settings
+    with _starting:
+        is_new = address is None and "RAY_ADDRESS" not in os.environ
+        is_imported = sys.modules.get("ray") is not None
+        settings = _settings() if is_new and (_knows_settings or not is_imported) else {}
+        with _signals(), _environment(settings):
+            if not is_imported:
+                _import_ray()
+                _knows_settings = bool(settings)
+            import ray
+
+            if ray.is_initialized():
+                return _started
+            if not is_new:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+                return False
+            if not settings:
+                raise ClusterError(_imported_too_early())
+            _start_here()
+            return True
+
+
+def _import_ray() -> None:
+    try:
+        importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "RayEngine needs the package ray",
+                got=f"no such package ({error})",
+                why="it is an optional part of distjax",
+                fix="pip install 'distjax[ray]'; engine=\"threads\" needs nothing",
+            )
+        ) from error
+    # Ray shuts down at exit; the threads that wait for it must end first.
+    atexit.register(end_all, os.getpid())
+
+
+def _settings() -> dict[str, str]:
+    """Returns the environment of our own cluster; makes its folder and token the first time."""
+    global _folder
+    if _folder is None:
+        _folder = pathlib.Path(tempfile.mkdtemp(prefix="distjax-ray-"))
+        token = _folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        atexit.register(_end_cluster, os.getpid())
+    return {
+        **{name: os.environ.get(name, value) for name, value in _DEFAULTS.items()},
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its other meaning: nothing beyond this machine
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(_folder / "token"),
+    }
+
+
+def _start_here() -> None:
+    global _started
+    import ray
+
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(_folder),
     )
-    require_int(
-        "RayEngine: max_failures",
-        max_failures,
-        1,
-        why="so many workers may be lost in one closure before it is given up",
-        fix="dj.servers.RayEngine(max_failures=3)",
-    )
-    _require_resources("worker_resources", worker_resources)
-    _require_resources("server_resources", server_resources)
-    require(
-        isinstance(runtime_env, Mapping | None),
-        "RayEngine: runtime_env needs a dict or None",
-        got=describe_value(runtime_env),
-        why="Ray makes the processes of workers and servers with it",
-        fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
-        error=TypeError,
+    _started = True
+
+
+def _imported_too_early() -> str:
+    return message(
+        "RayEngine needs to import Ray itself, to start a cluster of its own",
+        got="a Ray that was imported before",
+        why="on import Ray reads that it is to listen at this machine only, and ask for a token",
+        fix="engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a cluster with "
+        "Ray's own settings, which RayEngine() then uses",
     )
 
 
-def _require_resources(name: str, resources: object) -> None:
-    if resources is None:
+def _end_cluster(pid: int) -> None:
+    """Shuts down the cluster of a process; a forked child has none."""
+    global _started
+    if os.getpid() != pid or _folder is None:
         return
-    require(
-        isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES),
-        f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
-        got=describe_value(resources),
-        why="Ray reserves it for each process; how these are restarted is the engine's",
-        fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
-    )
+    end_all(pid)  # first: a Ray call after shutdown would start another cluster
+    if _started:
+        importlib.import_module("ray").shutdown()
+        _started = False
+    shutil.rmtree(_folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Generator[None]:
+    """A context in which environment variables are set; all are restored after it."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[None]:
+    """A context that restores the handler of SIGTERM."""
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+# -- what a process is given --------------------------------------------------
+
+
+def actor_options(
+    resources: Mapping[str, Any] | None,
+    num_devices: int = 1,
+    *,
+    runtime_env: Mapping[str, Any] | None,
+    is_ours: bool,
+) -> dict[str, Any]:
+    """Returns the Ray options of a process.
+
+    Args:
+      resources: what Ray reserves.
+      num_devices: how many devices it needs: CPU devices are made, if it has no others.
+      runtime_env: the user's, which takes precedence.
+      is_ours: whether this process started the cluster: its processes then share the
+        installation, and nothing is reserved unless asked for.
+    """
+    options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
+    has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
+    variables = {
+        # Otherwise this process's JAX_PLATFORMS is inherited, whatever the other machine has.
+        "JAX_PLATFORMS": "" if has_accelerator else "cpu",
+        "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
+    }
+    if num_devices > 1:
+        variables["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    if is_ours:
+        here = str(pathlib.Path(distjax.__file__).parents[1])
+        path = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join([here, path] if path else [here])
+    environment = dict(runtime_env or {})
+    environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
+    # Ray must not restart or repeat anything: the engine knows what each process had in hand.
+    return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
+
+
+# -- startup ------------------------------------------------------------------
+
+#: How long the first processes may take to start: a cluster may have to make room for them.
+START_SECONDS = 300.0
+
+
+def ends_of(error: Exception) -> str:
+    """Returns the first and last line of a Ray error, in one line: what died, and why."""
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+class RayProcess:
+    """One process of a worker or a server.
+
+    Args:
+      name: its name in errors.
+      actor: the process.
+      num_devices: how many devices it needs.
+
+    Attributes:
+      servers: the servers that it was told.
+      plans: the numbers of the plans that it was sent.
+      data: the numbers of the datasets that it reads.
+      info: its description of itself; None while it starts.
+    """
+
+    def __init__(self, name: str, actor: ActorHandle[Any], num_devices: int = 1):
+        self.name, self.actor = name, actor
+        self.servers: Sequence[ActorHandle[Any]] = ()
+        self.plans: set[int] = set()
+        self.data: set[int] = set()
+        self._is_blamed = False
+        self.info: ProcessInfo | None = None
+        self._num_devices = num_devices
+        self._answer: Any = actor.describe_process.remote()
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether it has started, at the latest after so many seconds.
+
+        Raises:
+          ClusterError: it failed to, its versions differ, or it has too few devices.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        if self.info is not None:
+            return True
+        name, count = self.name, self._num_devices
+        try:
+            info: ProcessInfo = ray.get(self._answer, timeout=seconds)
+        except GetTimeoutError:
+            return False
+        except RayActorError as error:
+            raise ClusterError(
+                message(
+                    f"{name} needs a process that starts",
+                    got=ends_of(error),
+                    why="it imports distjax and JAX, before it is sent anything",
+                    fix="install both on every machine of the cluster, or name them in "
+                    "RayEngine(runtime_env=...); Ray's logs have all of it",
+                )
+            ) from error
+        require(
+            info.versions == own_versions(),
+            f"{name} needs the versions of the coordinator: {_listed(own_versions())}",
+            got=f"a process (pid {info.pid}) with {_listed(info.versions)}",
+            why="programs and answers are sent in the form of one version",
+            fix="install the same on every machine of the cluster, or name them in "
+            "RayEngine(runtime_env=...)",
+            error=ClusterError,
+        )
+        require(
+            info.num_devices >= count,
+            f"{name} needs {count} devices, one for each of its replicas",
+            got=f"a process (pid {info.pid}) with {info.num_devices} on {info.platform}",
+            why="the replicas of a worker run at the same time",
+            fix=f'RayEngine(worker_resources={{"num_gpus": {count}}}); or fewer for each worker',
+            error=ClusterError,
+        )
+        self.info = info
+        return True
+
+    def blame(self) -> bool:
+        """Returns whether its death counts against the attempt that finds it dead.
+
+        That is the oldest in hand, which may have killed it; the others had not begun.
+        """
+        is_first, self._is_blamed = not self._is_blamed, True
+        return is_first
+
+    def require_start(self) -> ProcessInfo:
+        """Returns its description once it has started; raises a ClusterError if it does not."""
+        require(
+            self.wait(START_SECONDS),
+            f"{self.name} needs a process within {START_SECONDS:g} s",
+            got="none: the cluster has no room for it yet",
+            why="Ray starts a process where the resources are that it is to have",
+            fix="ask for less: RayEngine(worker_resources=..., server_resources=...); "
+            "`ray status` says what there is",
+            error=ClusterError,
+        )
+        assert self.info is not None, "it has started"
+        return self.info
+
+
+def drain(items: collections.deque[_T]) -> list[_T]:
+    """Takes all items; other threads may take and add at the same time."""
+    taken: list[_T] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(items.popleft())
+    return taken

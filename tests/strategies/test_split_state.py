@@ -19,7 +19,7 @@ def make_strategy(kind, count):
         return dj.MirroredStrategy(devices)
     if kind == "central":
         return dj.CentralStorageStrategy(devices)
-    return dj.ShardedStrategy(devices, partition=kind)
+    return dj.ShardedStrategy(devices, partition=kind, min_split_bytes=0)
 
 
 KINDS = ["optimizer", "gradients", "parameters", "central"]
@@ -253,7 +253,10 @@ def test_a_partitioner_decides_what_is_split():
         (lambda: MinSize(1, 0), "MinSize: max_shards needs an int of 1 or more"),
         (lambda: MaxSize(0), "MaxSize: max_shard_bytes needs an int of 1 or more"),
         (lambda: MaxSize(1, 0), "MaxSize: max_shards needs an int of 1 or more"),
-        (lambda: dj.ShardedStrategy(partition="all"), "partition needs one of optimizer, grad"),
+        (
+            lambda: dj.ShardedStrategy(partition="all", min_split_bytes=0),
+            "partition needs one of optimizer, grad",
+        ),
         (
             lambda: dj.CentralStorageStrategy(parameter_memory="disk"),
             "parameter_memory needs one of device, pinned_host",

@@ -50,7 +50,7 @@ class Training:
 
 
 def sharded(partition="parameters"):
-    return dj.ShardedStrategy(jax.devices()[:R], partition=partition)
+    return dj.ShardedStrategy(jax.devices()[:R], partition=partition, min_split_bytes=0)
 
 
 OPTIMIZERS = {

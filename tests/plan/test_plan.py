@@ -201,9 +201,7 @@ def test_what_is_whole_says_why():
     assert [(w.name, w.why) for w in mirrored.not_split] == [
         ("w", "mirrored keeps a copy on each replica")
     ]
-    assert [(w.name, w.bytes, w.why) for w in zero3.not_split] == [
-        ("w", 4 * 130 * 131, "no axis of 130 x 131 is divisible by 8 replicas")
-    ]
+    assert zero3.not_split == ()  # though 8 divides neither 130 nor 131
     (functional,) = planned(of_arrays, ("zero3",))
     assert functional.not_split[0].why.startswith("an argument: strategies split variables")
     assert any("donate_argnums" in note for note in functional.notes)

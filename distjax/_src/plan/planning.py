@@ -32,7 +32,11 @@ from distjax._src.plan.topologies import Described, describe, read_exhausted, sq
 from distjax._src.program.jit import CompiledProgram, LoweredProgram
 from distjax._src.replica.arguments import function_name
 from distjax._src.strategies.mirrored import MirroredStrategy
-from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrategy
+from distjax._src.strategies.sharded import (
+    MIN_SPLIT_BYTES,
+    CentralStorageStrategy,
+    ShardedStrategy,
+)
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
@@ -47,7 +51,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "central": CentralStorageStrategy,
 }
 #: Arrays of fewer bytes are not worth a line.
-_LARGE = 64 * 1024
+_LARGE = MIN_SPLIT_BYTES
 _MOST_EXAMPLES = 2**20
 
 

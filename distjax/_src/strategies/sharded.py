@@ -103,10 +103,10 @@ class ShardedPlacement:
         form = split_along(self.topology, shape, axes, spec)
         if form is None:
             return whole
-        # A slot goes with its variable, in whatever dtype it is kept.
-        is_slot = owner is not None and tuple(owner.shape) == tuple(shape)
-        num_bytes = math.prod(shape) * jnp.dtype(owner.dtype if is_slot else dtype).itemsize
-        if num_bytes <= self.min_split_bytes:
+        itemsize = jnp.dtype(dtype).itemsize
+        if owner is not None and tuple(owner.shape) == tuple(shape):
+            itemsize = max(itemsize, jnp.dtype(owner.dtype).itemsize)  # a narrow slot goes with it
+        if math.prod(shape) * itemsize <= self.min_split_bytes:
             why = f"not over {format_bytes(self.min_split_bytes)}"
             return dataclasses.replace(whole, why=why)
         return PartitionedLayout(self.topology, form.axis, spec, form.size)

@@ -582,6 +582,12 @@ class PartitionedLayout(_AsItIs):
         size = self.size or 0
         return size + -size % self.topology.num_replicas
 
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the stored array of a value of `shape`."""
+        if self.size is None:
+            return shape
+        return (*shape[: self.axis], self._padded_size, *shape[self.axis + 1 :])
+
     @property
     def hands_out_copies(self) -> bool:
         """Whether the stored array is padded."""

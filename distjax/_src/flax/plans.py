@@ -43,7 +43,6 @@ from distjax._src.placement.topology import Topology, is_host_memory
 from distjax._src.placement.transfer import transfer, without_alias
 from distjax._src.replica.global_value import AlreadyPlaced
 from distjax._src.strategies.extended import StrategyExtended
-from distjax._src.strategies.reducing import reduction_layout
 from distjax._src.traced_types import is_struct
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import (
@@ -102,7 +101,7 @@ def gradient_form(extended: StrategyExtended, parameter: jax.Array, spec: Spec) 
     """
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, layout_by(extended.placement, shape, dtype, None, spec))
-    return reduction_layout(extended, target).local_form
+    return extended.placement.reduction_layout(target).unencoded(shape).local_form
 
 
 def place_arrays(

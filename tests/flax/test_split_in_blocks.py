@@ -94,9 +94,7 @@ def test_one_layer_is_gathered_at_a_time():
     (x,) = strategy.distribute_dataset([X])
     found = dj.explain(step, model, optimizer, x, strategy=strategy)
     gathered = [c.result_bytes for c in found.written if c.kind == "all-gather"]
-    assert max(gathered) == 4 * 16 * 20, (
-        "of `wide`: 12 rows in 4 parts of 3, which 2 replicas share"
-    )
+    assert max(gathered) == 4 * 16 * 20, "12 rows of `wide`, in 4 parts that 2 replicas share"
     assert gathered.count(4 * 16 * 12) == 2, "a layer, forward and backward"
     whole = 4 * 6 * 12 * 12
     assert max(c.result_bytes for c in found.compiled if c.kind == "all-gather") < whole / 2

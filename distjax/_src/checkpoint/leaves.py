@@ -192,12 +192,8 @@ class VariableLeaf(Leaf):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        v = self.value
-        return v.layout.stored_shape(v.shape) if self._is_partitioned else v.shape
-
-    @property
-    def _is_partitioned(self) -> bool:
-        return isinstance(self.value.layout, PartitionedLayout)
+        layout, shape = self.value.layout, self.value.shape
+        return layout.stored_shape(shape) if isinstance(layout, PartitionedLayout) else shape
 
     @property
     def _is_padded(self) -> bool:
@@ -212,7 +208,7 @@ class VariableLeaf(Leaf):
     def place(self) -> Sharding | None:
         # An encoded or per-replica array gets its layout from the assignment.
         v = self.value
-        is_as_it_is = self._is_partitioned or v.layout.unencoded(v.shape) == v.layout
+        is_as_it_is = self._is_padded or v.layout.unencoded(v.shape) == v.layout
         return v.sharding if is_as_it_is else None
 
     def put(self, value: PyTree) -> Variable:

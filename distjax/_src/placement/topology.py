@@ -141,7 +141,7 @@ class Topology:
 
 
 @functools.cache
-def _mesh_of_sharers(mesh: Mesh, axis_name: str, sharers: int) -> Mesh:
+def _mesh_of_sharers(mesh: Mesh | AbstractMesh, axis_name: str, sharers: int) -> Any:
     """Returns the mesh with the replica axis in two: who has the same, and who has another part."""
     count, *sizes = mesh.shape.values()
     sizes = (count // sharers, sharers, *sizes)

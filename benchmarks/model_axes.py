@@ -289,7 +289,7 @@ def rows(quick: bool) -> list[dict[str, Any]]:
         }
         for part in PARTITIONS if num_replicas > 1 else ():
             forms[f"Variable, ZeRO {part}"] = lambda axes=axes, part=part: variables(
-                dj.ShardedStrategy(partition=part, **axes)
+                dj.ShardedStrategy(partition=part, min_split_bytes=0, **axes)
             )
         for form, make in forms.items():
             cost = make().cost()

@@ -133,8 +133,8 @@ import optax
 
 STRATEGIES = {
     "mirrored": dj.MirroredStrategy(),
-    "sharded: optimizer": dj.ShardedStrategy(partition="optimizer"),
-    "sharded: parameters": dj.ShardedStrategy(partition="parameters"),
+    "sharded: optimizer": dj.ShardedStrategy(partition="optimizer", min_split_bytes=0),
+    "sharded: parameters": dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
     "central storage": dj.CentralStorageStrategy(),
 }
 

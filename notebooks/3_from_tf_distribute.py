@@ -133,7 +133,7 @@ STRATEGIES = {
     "one device": dj.OneDeviceStrategy(),
     "mirrored, 8": dj.MirroredStrategy(),
     "virtual, 64": dj.VirtualStrategy(64),
-    "sharded, 8": dj.ShardedStrategy(partition="parameters"),
+    "sharded, 8": dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
 }
 curves = {}
 for name, strategy in STRATEGIES.items():

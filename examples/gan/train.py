@@ -25,7 +25,7 @@ OUT = Path(__file__).parent / "out"
 STRATEGIES = {
     "mirrored": lambda replicas: dj.MirroredStrategy(jax.devices()[:replicas]),
     "virtual": dj.VirtualStrategy,
-    "sharded": lambda replicas: dj.ShardedStrategy(jax.devices()[:replicas]),
+    "sharded": lambda replicas: dj.ShardedStrategy(jax.devices()[:replicas], min_split_bytes=0),
     "one_device": lambda _: dj.OneDeviceStrategy(),
 }
 

@@ -40,7 +40,9 @@ def strategy(request):
         "virtual": lambda: dj.VirtualStrategy(R),
         "mirrored": lambda: dj.MirroredStrategy(devices),
         "central": lambda: dj.CentralStorageStrategy(devices),
-        "parameters": lambda: dj.ShardedStrategy(devices, partition="parameters"),
+        "parameters": lambda: dj.ShardedStrategy(
+            devices, partition="parameters", min_split_bytes=0
+        ),
     }[request.param]()
 
 

@@ -298,7 +298,9 @@ STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:R]),
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:R]),
     **{
-        part: lambda part=part: dj.ShardedStrategy(jax.devices()[:R], partition=part)
+        part: lambda part=part: dj.ShardedStrategy(
+            jax.devices()[:R], partition=part, min_split_bytes=0
+        )
         for part in ("optimizer", "gradients", "parameters")
     },
     "model axes": lambda: dj.MirroredStrategy(model_axes={"model": 2}),

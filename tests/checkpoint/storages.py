@@ -10,8 +10,12 @@ STORAGES = {
     "one_device": lambda: dj.OneDeviceStrategy(jax.devices()[1]),
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual4": lambda: dj.VirtualStrategy(4),
-    "zero1": lambda: dj.ShardedStrategy(jax.devices()[:4], partition="optimizer"),
-    "zero2": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="gradients"),
-    "zero3": lambda: dj.ShardedStrategy(jax.devices(), partition="parameters"),
+    "zero1": lambda: dj.ShardedStrategy(
+        jax.devices()[:4], partition="optimizer", min_split_bytes=0
+    ),
+    "zero2": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="gradients", min_split_bytes=0
+    ),
+    "zero3": lambda: dj.ShardedStrategy(jax.devices(), partition="parameters", min_split_bytes=0),
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:4]),
 }

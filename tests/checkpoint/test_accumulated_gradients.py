@@ -57,7 +57,10 @@ def test_more_steps_than_when_saved(checkpointer):
 
 def strategies():
     yield "mirrored2", lambda: dj.MirroredStrategy(jax.devices()[:2])
-    yield "gradients2", lambda: dj.ShardedStrategy(jax.devices()[:2], partition="gradients")
+    yield (
+        "gradients2",
+        lambda: dj.ShardedStrategy(jax.devices()[:2], partition="gradients", min_split_bytes=0),
+    )
     yield "servers", lambda: dj.ParameterServerStrategy(1)
 
 

@@ -151,7 +151,7 @@ def test_accumulated_gradients_mean_the_same_on_other_strategies(tmp_path, op):
         devices = jax.devices()
         yield dj.MirroredStrategy(devices[:2])
         yield dj.VirtualStrategy(4)
-        yield dj.ShardedStrategy(devices[:4], partition="gradients")
+        yield dj.ShardedStrategy(devices[:4], partition="gradients", min_split_bytes=0)
         yield dj.OneDeviceStrategy()
         yield dj.ParameterServerStrategy(1)
 

@@ -78,7 +78,7 @@ def test_created_state_goes_round_the_strategies(tmp_path):
     """Values are those that were saved, each where its own strategy keeps it."""
     strategies = [
         dj.VirtualStrategy(3),
-        dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+        dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0),
         dj.CentralStorageStrategy(jax.devices()[:2]),
         dj.MirroredStrategy(jax.devices()[:2]),
     ]

@@ -34,7 +34,7 @@ def test_two_values_for_one_variable(checkpointer, pair):
 
 @pytest.mark.parametrize("partition", ["optimizer", "parameters"])
 def test_two_values_for_one_variable_that_is_split(checkpointer, partition):
-    strategy = dj.ShardedStrategy(jax.devices()[:2], partition=partition)
+    strategy = dj.ShardedStrategy(jax.devices()[:2], partition=partition, min_split_bytes=0)
     with strategy.scope():
         v = dj.Variable(np.zeros(4, np.float32))
     checkpointer.save(1, [np.float32([1, 2, 3, 4]), np.float32([1, 2, 3, 5])])

@@ -150,7 +150,7 @@ def zero_step(strategy):
 
 
 def test_zero_3_gathers_on_read_and_scatters_gradients():
-    strategy = dj.ShardedStrategy(jax.devices(), partition="parameters")
+    strategy = dj.ShardedStrategy(jax.devices(), partition="parameters", min_split_bytes=0)
     found = dj.explain(zero_step(strategy), vectors(strategy), strategy=strategy)
     whole = ROWS * COLUMNS * F32
     assert lines(found.written) == [
@@ -167,7 +167,7 @@ def test_zero_3_gathers_on_read_and_scatters_gradients():
 
 
 def test_what_xla_puts_in_for_split_state_is_listed_as_compiled():
-    strategy = dj.ShardedStrategy(jax.devices(), partition="optimizer")
+    strategy = dj.ShardedStrategy(jax.devices(), partition="optimizer", min_split_bytes=0)
     found = dj.explain(zero_step(strategy), vectors(strategy), strategy=strategy)
     whole = ROWS * COLUMNS * F32
     assert lines(found.written) == [("all-reduce", whole, at("apply"))]

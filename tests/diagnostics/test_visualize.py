@@ -24,7 +24,7 @@ def test_a_row_for_each_replica(count):
 
 
 def test_variables():
-    strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+    strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0)
     with strategy.scope():
         w = dj.Variable(jnp.zeros((3, 4)), name="w")
         c = dj.Variable(0.0, synchronization=dj.VariableSynchronization.ON_READ)

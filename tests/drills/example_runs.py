@@ -20,8 +20,8 @@ from tests.processes.warm import ROOT
 #: Over all devices of a job, or of one process.
 STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
     "mirrored": dj.MultiWorkerMirroredStrategy,
-    "zero1": functools.partial(dj.ShardedStrategy, partition="optimizer"),
-    "zero3": functools.partial(dj.ShardedStrategy, partition="parameters"),
+    "zero1": functools.partial(dj.ShardedStrategy, partition="optimizer", min_split_bytes=0),
+    "zero3": functools.partial(dj.ShardedStrategy, partition="parameters", min_split_bytes=0),
     "central": dj.CentralStorageStrategy,
 }
 LANGUAGE_MODEL = "language_model/train.py"

@@ -252,7 +252,7 @@ CAMPAIGNS = {
 STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual": lambda: dj.VirtualStrategy(2),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2]),
+    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], min_split_bytes=0),
 }
 
 

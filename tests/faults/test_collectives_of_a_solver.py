@@ -20,7 +20,9 @@ import distjax as dj
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:4]),
     "virtual": lambda: dj.VirtualStrategy(4),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:4], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(
+        jax.devices()[:4], partition="parameters", min_split_bytes=0
+    ),
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:4]),
 }
 

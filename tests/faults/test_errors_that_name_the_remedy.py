@@ -32,7 +32,7 @@ def test_a_second_creation_names_the_variable(pair, how):
 
 
 def test_a_split_variable_read_in_a_branch_that_differs_is_to_be_read_before():
-    strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+    strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0)
     with strategy.scope():
         v = dj.Variable(np.ones(4, np.float32), name="v")
 

@@ -13,7 +13,9 @@ STRATEGIES = {
     "one_device": dj.OneDeviceStrategy,
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual": lambda: dj.VirtualStrategy(2),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
 }
 OBJECTS = {

@@ -14,7 +14,7 @@ from tests.live_arrays import no_new_arrays
 
 STRATEGIES = {
     "mirrored": dj.MirroredStrategy,
-    "zero3": lambda devices: dj.ShardedStrategy(devices, partition="parameters"),
+    "zero3": lambda devices: dj.ShardedStrategy(devices, partition="parameters", min_split_bytes=0),
 }
 
 

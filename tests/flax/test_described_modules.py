@@ -19,7 +19,7 @@ def described(strategy):
 
 
 def test_split_parameters_and_moments_have_an_eighth_on_each_device():
-    strategy = dj.ShardedStrategy(partition="parameters")
+    strategy = dj.ShardedStrategy(partition="parameters", min_split_bytes=0)
     with strategy.scope():
         objects = dj.flax.create(make_model_and_optimizer)
     found = described(strategy)

@@ -23,7 +23,9 @@ STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual2": lambda: dj.VirtualStrategy(2),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
 }
 FORMS = {"modes": (train_step, eval_step), "views": (train_step_on_view, eval_step_on_view)}

@@ -88,7 +88,7 @@ def test_an_optimizer_that_holds_its_model(made):
 
 @pytest.mark.parametrize("partition", ["optimizer", "parameters"])
 def test_an_update_of_the_users_own_is_refused_where_something_is_split(partition):
-    strategy = dj.ShardedStrategy(jax.devices()[:3], partition=partition)
+    strategy = dj.ShardedStrategy(jax.devices()[:3], partition=partition, min_split_bytes=0)
     with strategy.scope():
         model = dj.flax.create(make_model)
     optimizer = Counting(model, optax.adam(0.1), wrt=nnx.Param)

@@ -18,7 +18,7 @@ PLACES = {
     "one_device": lambda: dj.OneDeviceStrategy(jax.devices()[1]),
     "mirrored": lambda: dj.MirroredStrategy(),
     "virtual": lambda: dj.VirtualStrategy(3),
-    "sharded": lambda: dj.ShardedStrategy(partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
     "central": lambda: dj.CentralStorageStrategy(),
 }
 
@@ -69,7 +69,7 @@ def test_each_type_lives_where_the_strategy_puts_it():
 
 
 def test_creation_compiles_to_a_shard_on_each_device():
-    strategy = dj.ShardedStrategy(partition="parameters")
+    strategy = dj.ShardedStrategy(partition="parameters", min_split_bytes=0)
     make = lambda: nnx.Linear(1024, 512, use_bias=False, rngs=nnx.Rngs(0))
     program, _ = make_initializer(make, strategy)
     analysis = program.lower().compile().memory_analysis()
@@ -143,7 +143,7 @@ UNEQUAL = {
     "options": lambda: dj.MirroredStrategy(
         jax.devices()[:4], communication=dj.CommunicationOptions(bytes_per_pack=1)
     ),
-    "class": lambda: dj.ShardedStrategy(jax.devices()[:4]),
+    "class": lambda: dj.ShardedStrategy(jax.devices()[:4], min_split_bytes=0),
     "number": lambda: dj.MirroredStrategy(jax.devices()[:2]),
 }
 

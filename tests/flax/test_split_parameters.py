@@ -20,7 +20,9 @@ STRATEGIES = {
     "virtual2": lambda: dj.VirtualStrategy(2),
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     **{
-        partition: lambda partition=partition: dj.ShardedStrategy(partition=partition)
+        partition: lambda partition=partition: dj.ShardedStrategy(
+            partition=partition, min_split_bytes=0
+        )
         for partition in ("optimizer", "gradients", "parameters")
     },
     "central": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
@@ -280,7 +282,7 @@ def clipped_by_the_whole_norm(grads):
 
 
 def check_step(change, **options):
-    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters")
+    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters", min_split_bytes=0)
     with strategy.scope():
         model = dj.flax.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)

@@ -45,7 +45,9 @@ STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual": lambda: dj.VirtualStrategy(2),
     "one_device": lambda: dj.OneDeviceStrategy(),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
 }
 
 

@@ -61,7 +61,7 @@ def states(model, optimizer):
     "make",
     [
         lambda: dj.MirroredStrategy(jax.devices()[:2]),
-        lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+        lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0),
         lambda: dj.VirtualStrategy(1),
     ],
     ids=["mirrored", "sharded", "one"],

@@ -36,8 +36,12 @@ STRATEGIES = {
     "mirrored3": lambda: dj.MirroredStrategy(jax.devices()[:3]),
     "virtual2": lambda: dj.VirtualStrategy(2),
     "virtual3": lambda: dj.VirtualStrategy(3),
-    "parameters2": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
-    "parameters3": lambda: dj.ShardedStrategy(jax.devices()[:3], partition="parameters"),
+    "parameters2": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
+    "parameters3": lambda: dj.ShardedStrategy(
+        jax.devices()[:3], partition="parameters", min_split_bytes=0
+    ),
     "central2": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
 }
 

@@ -29,7 +29,9 @@ STRATEGIES = {
     "one_device": dj.OneDeviceStrategy,
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual3": lambda: dj.VirtualStrategy(3),
-    "parameters2": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+    "parameters2": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
     "central2": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
 }
 COMBINED = {SUM: np.sum, MEAN: np.mean, FIRST: lambda values: values[0]}

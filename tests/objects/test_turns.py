@@ -15,7 +15,9 @@ from tests.own_threads import in_threads
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual": lambda: dj.VirtualStrategy(2),
-    "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", min_split_bytes=0
+    ),
 }
 NUM_STEPS = 15
 

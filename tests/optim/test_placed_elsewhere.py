@@ -19,9 +19,9 @@ from tests.optim.regression import (
 
 DEVICES = jax.devices()[:2]
 PLACED = {
-    "zero1": lambda: dj.ShardedStrategy(DEVICES),
-    "zero2": lambda: dj.ShardedStrategy(DEVICES, partition="gradients"),
-    "zero3": lambda: dj.ShardedStrategy(DEVICES, partition="parameters"),
+    "zero1": lambda: dj.ShardedStrategy(DEVICES, min_split_bytes=0),
+    "zero2": lambda: dj.ShardedStrategy(DEVICES, partition="gradients", min_split_bytes=0),
+    "zero3": lambda: dj.ShardedStrategy(DEVICES, partition="parameters", min_split_bytes=0),
     "central_storage": lambda: dj.CentralStorageStrategy(DEVICES),
 }
 

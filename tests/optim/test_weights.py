@@ -129,7 +129,7 @@ def test_the_average_follows_and_swaps(strategy, how):
 
 
 def test_a_split_variable_is_not_gathered():
-    strategy = dj.ShardedStrategy(partition="parameters")
+    strategy = dj.ShardedStrategy(partition="parameters", min_split_bytes=0)
     with strategy.scope():
         w = dj.Variable(jnp.zeros(SHAPE), name="w")
     ema = dj.optim.ExponentialMovingAverage(0.9)

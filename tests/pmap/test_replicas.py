@@ -38,7 +38,9 @@ def test_the_context_works_under_any_name(few):
 
 @pytest.mark.parametrize("part", ["optimizer", "gradients", "parameters"])
 def test_split_variables(part):
-    strategy = dj.ShardedStrategy(jax.devices()[:2], partition=part, axis_name="batch")
+    strategy = dj.ShardedStrategy(
+        jax.devices()[:2], partition=part, axis_name="batch", min_split_bytes=0
+    )
     with strategy.scope():
         w = dj.Variable(jnp.arange(6.0), aggregation=dj.VariableAggregation.MEAN)
         count = dj.Variable(

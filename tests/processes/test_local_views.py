@@ -28,7 +28,7 @@ def group():
 STRATEGIES = {
     "multi_worker": lambda: dj.MultiWorkerMirroredStrategy(),
     "tpu": lambda: dj.TPUStrategy(),
-    "zero3": lambda: dj.ShardedStrategy(partition="parameters"),
+    "zero3": lambda: dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
     "central": lambda: dj.CentralStorageStrategy(),
     "model": lambda: dj.MultiWorkerMirroredStrategy(model_axes={"model": 2}),
     "wide": lambda: dj.TPUStrategy(model_axes={"model": 4}),
@@ -162,7 +162,7 @@ def test_local_results_are_of_this_process(group):
 
 
 def ask_for_what_is_elsewhere():
-    strategy = dj.ShardedStrategy(partition="parameters")
+    strategy = dj.ShardedStrategy(partition="parameters", min_split_bytes=0)
     with strategy.scope():
         w = dj.Variable(jnp.zeros(8), name="w")
     texts = []
@@ -280,7 +280,7 @@ def advised():
     strategy = dj.MultiWorkerMirroredStrategy()
     me = float(job().process_id)
     x = strategy.distribute_values_from_function(lambda ctx: np.full(2, me, np.float32))
-    with dj.ShardedStrategy(partition="parameters").scope() as split:
+    with dj.ShardedStrategy(partition="parameters", min_split_bytes=0).scope() as split:
         v = dj.Variable(np.ones((4, 4), np.float32), name="v")
     failing = {
         "np.asarray": lambda: np.asarray(x),

@@ -20,7 +20,7 @@ def make_once(make):
 
 
 def test_split_variables_are_computed_split():
-    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters")
+    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters", min_split_bytes=0)
     fn, made = make_once(lambda x: [dj.Variable(jnp.zeros(8) + x)])
     strategy.run(fn, args=(jnp.float32(3),))
     (v,) = made

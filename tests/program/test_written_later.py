@@ -16,7 +16,10 @@ def make_strategies():
     yield "one_device", dj.OneDeviceStrategy()
     yield "mirrored", dj.MirroredStrategy(jax.devices()[:2])
     yield "virtual", dj.VirtualStrategy(2)
-    yield "sharded", dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+    yield (
+        "sharded",
+        dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0),
+    )
     yield "central", dj.CentralStorageStrategy(jax.devices()[:2])
 
 

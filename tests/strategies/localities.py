@@ -17,7 +17,7 @@ SHAPE = (4, 2)  # split in halves by ShardedStrategy
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(DEVICES),
     "virtual": lambda: dj.VirtualStrategy(2, DEVICES[0]),
-    "sharded": lambda: dj.ShardedStrategy(DEVICES, partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(DEVICES, partition="parameters", min_split_bytes=0),
     "central": lambda: dj.CentralStorageStrategy(DEVICES),
 }
 #: The locality of a variable of SHAPE, by its strategy's policy.

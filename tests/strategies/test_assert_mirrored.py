@@ -45,7 +45,10 @@ def test_what_is_mirrored_passes(strategy):
 
 
 def test_split_and_host_variables_pass():
-    for strategy in (dj.ShardedStrategy(partition="parameters"), dj.CentralStorageStrategy()):
+    for strategy in (
+        dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
+        dj.CentralStorageStrategy(),
+    ):
         with strategy.scope():
             strategy.assert_mirrored(dj.Variable(jnp.ones((16, 2))))
 

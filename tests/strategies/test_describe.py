@@ -17,9 +17,14 @@ PLACES = {
     "mirrored8": (lambda: dj.MirroredStrategy(jax.devices()), "mirrored", WHOLE, 4),
     "virtual8": (lambda: dj.VirtualStrategy(8), "mirrored", WHOLE, 8 * 4),
     "one_device": (lambda: dj.OneDeviceStrategy(), "mirrored", WHOLE, 4),
-    "zero1": (lambda: dj.ShardedStrategy(partition="optimizer"), "mirrored", WHOLE, 4),
+    "zero1": (
+        lambda: dj.ShardedStrategy(partition="optimizer", min_split_bytes=0),
+        "mirrored",
+        WHOLE,
+        4,
+    ),
     "zero3": (
-        lambda: dj.ShardedStrategy(partition="parameters"),
+        lambda: dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
         "partitioned on axis 0",
         WHOLE // 8,
         4,

@@ -104,7 +104,7 @@ def test_colocate_vars_with_a_variable(d, v):
 @pytest.mark.api_row("colocate_vars_with(v): variables of V(v)")
 def test_colocated_variables_may_be_split_over_the_devices_of_theirs():
     """ZeRO-1: slots are where their variable is, a shard on each of its devices."""
-    d = dj.ShardedStrategy(localities.DEVICES, partition="optimizer")
+    d = dj.ShardedStrategy(localities.DEVICES, partition="optimizer", min_split_bytes=0)
     with d.scope():
         v, other = dj.Variable(jnp.zeros(SHAPE)), dj.Variable(jnp.zeros(SHAPE))
         with d.extended.colocate_vars_with(v):

@@ -19,7 +19,7 @@ def make_strategy(kind, count):
         return dj.MirroredStrategy(devices)
     if kind == "central":
         return dj.CentralStorageStrategy(devices)
-    return dj.ShardedStrategy(devices, partition=kind)
+    return dj.ShardedStrategy(devices, partition=kind, min_split_bytes=0)
 
 
 KINDS = ["optimizer", "gradients", "parameters", "central"]
@@ -75,14 +75,14 @@ def test_training_equals_mirrored(kind, count):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("optimizer", ["mirrored", "mirrored", "partitioned", "mirrored"]),
-        ("gradients", ["mirrored", "mirrored", "partitioned", "mirrored"]),
-        ("parameters", ["partitioned", "mirrored", "partitioned", "mirrored"]),
+        ("optimizer", ["mirrored", "mirrored", "partitioned", "partitioned"]),
+        ("gradients", ["mirrored", "mirrored", "partitioned", "partitioned"]),
+        ("parameters", ["partitioned"] * 4),
         ("central", ["host"] * 4),
     ],
 )
 def test_where_variables_live(kind, expected):
-    """b [3] is not divisible by 8 and stays mirrored."""
+    """b [3] is padded to 8, and whatever the layout, no more than 8 elements are added."""
     state, _, _ = momentum_training(make_strategy(kind, 8), steps=1)
     assert [dj.locality(v).kind for v in state] == expected
     for v in state:
@@ -175,15 +175,16 @@ def test_values_and_initial_values_stay_valid(kind):
 
 
 def test_r335_fixed_shards_over_two_replicas():
-    """[6, 1] is stored as 3 + 3 rows; [5, 2] (3 + 2 in TF) is not divisible and stays whole."""
+    """[6, 1] is stored as 3 + 3 rows; [5, 2], 3 + 2 in TensorFlow, as 3 + 2 and a row of zeros."""
     strategy = dj.ShardedStrategy(
         jax.devices()[:2], partition="parameters", partitioner=FixedShards(2)
     )
     with strategy.scope():
         even, odd = dj.Variable(jnp.zeros((6, 1))), dj.Variable(jnp.zeros((5, 2)))
-    for v, kind, rows in ((even, "partitioned", [3, 3]), (odd, "mirrored", [5, 5])):
-        assert dj.locality(v).kind == kind
-        assert [s.data.shape[0] for s in v.storage.addressable_shards] == rows
+    for v in (even, odd):
+        assert dj.locality(v).kind == "partitioned"
+        assert [s.data.shape[0] for s in v.storage.addressable_shards] == [3, 3]
+    assert odd.shape == odd.value.shape == (5, 2)
 
 
 def test_r339_assign_sums_over_the_replicas():
@@ -253,7 +254,10 @@ def test_a_partitioner_decides_what_is_split():
         (lambda: MinSize(1, 0), "MinSize: max_shards needs an int of 1 or more"),
         (lambda: MaxSize(0), "MaxSize: max_shard_bytes needs an int of 1 or more"),
         (lambda: MaxSize(1, 0), "MaxSize: max_shards needs an int of 1 or more"),
-        (lambda: dj.ShardedStrategy(partition="all"), "partition needs one of optimizer, grad"),
+        (
+            lambda: dj.ShardedStrategy(partition="all", min_split_bytes=0),
+            "partition needs one of optimizer, grad",
+        ),
         (
             lambda: dj.CentralStorageStrategy(parameter_memory="disk"),
             "parameter_memory needs one of device, pinned_host",

@@ -16,7 +16,9 @@ from benchmarks import model_axes
 
 AXES = {"model": 2}
 MAKE = {"mirrored": lambda **options: dj.MirroredStrategy(**options)} | {
-    part: lambda part=part, **options: dj.ShardedStrategy(partition=part, **options)
+    part: lambda part=part, **options: dj.ShardedStrategy(
+        partition=part, min_split_bytes=0, **options
+    )
     for part in model_axes.PARTITIONS
 }
 
@@ -384,7 +386,9 @@ LAYOUTS = {
     "2x4": lambda: dj.MirroredStrategy(model_axes={"model": 4}),
     "8": lambda: dj.MirroredStrategy(),
     "1x8": lambda: dj.MirroredStrategy(model_axes={"model": 8}),
-    "zero 3, 4x2": lambda: dj.ShardedStrategy(partition="parameters", model_axes={"model": 2}),
+    "zero 3, 4x2": lambda: dj.ShardedStrategy(
+        partition="parameters", model_axes={"model": 2}, min_split_bytes=0
+    ),
     "virtual": lambda: dj.VirtualStrategy(2),
 }
 

@@ -20,7 +20,7 @@ STRATEGIES = {
     "virtual": lambda: dj.VirtualStrategy(2),
     "one device": lambda: dj.OneDeviceStrategy(DEVICES[1]),
     "central": lambda: dj.CentralStorageStrategy(DEVICES[:2]),
-    "sharded": lambda: dj.ShardedStrategy(DEVICES[:2], partition="parameters"),
+    "sharded": lambda: dj.ShardedStrategy(DEVICES[:2], partition="parameters", min_split_bytes=0),
     "default": dj.get_strategy,
 }
 

@@ -22,7 +22,7 @@ AGG, SYNC = dj.VariableAggregation, dj.VariableSynchronization
 STRATEGIES = {
     "mirrored": dj.MirroredStrategy,
     "central": dj.CentralStorageStrategy,
-    "zero3": lambda devices: dj.ShardedStrategy(devices, partition="parameters"),
+    "zero3": lambda devices: dj.ShardedStrategy(devices, partition="parameters", min_split_bytes=0),
 }
 
 

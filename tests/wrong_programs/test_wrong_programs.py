@@ -136,7 +136,7 @@ def test_between_runs_of_one_replica(alone, row):
 ALONE = {
     "OneDevice": dj.OneDeviceStrategy,
     "Mirrored": lambda: dj.MirroredStrategy(jax.devices()[:1]),
-    "Sharded": lambda: dj.ShardedStrategy(jax.devices()[:1]),
+    "Sharded": lambda: dj.ShardedStrategy(jax.devices()[:1], min_split_bytes=0),
     "Virtual": lambda: dj.VirtualStrategy(1),
     "CentralStorage": lambda: dj.CentralStorageStrategy(jax.devices()[:1]),
 }

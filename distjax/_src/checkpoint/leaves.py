@@ -20,6 +20,7 @@ from distjax._src.placement import PerReplica, is_per_replica, require_no_mask, 
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import cast
+from distjax._src.variables.layouts import PartitionedLayout
 from distjax._src.variables.policy import Combine
 from distjax._src.variables.variable import Variable
 from distjax.errors import AggregationError, CheckpointError, describe_value, message, require
@@ -62,6 +63,11 @@ class Leaf(abc.ABC):
     @abc.abstractmethod
     def snapshot(self) -> Any:
         """Returns the current value: an array for orbax, or JSON."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the array that is saved, and restored: that of the value, or padded."""
+        return self.spec.stored_shape
 
     @property
     def place(self) -> Sharding | None:
@@ -183,17 +189,32 @@ class VariableLeaf(Leaf):
             error=AggregationError,
         )
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        layout, shape = self.value.layout, self.value.shape
+        return layout.stored_shape(shape) if isinstance(layout, PartitionedLayout) else shape
+
+    @property
+    def _is_padded(self) -> bool:
+        return self.stored_shape != self.value.shape
+
     def snapshot(self) -> Any:
-        return _as_writable(self.value.value)
+        # Each shard is written from where it is: the value of padded ones would be whole.
+        v = self.value
+        return _as_writable(v.stored.hand_out() if self._is_padded else v.value)
 
     @property
     def place(self) -> Sharding | None:
         # An encoded or per-replica array gets its layout from the assignment.
         v = self.value
-        return v.sharding if v.layout.unencoded(v.shape) == v.layout else None
+        is_as_it_is = self._is_padded or v.layout.unencoded(v.shape) == v.layout
+        return v.sharding if is_as_it_is else None
 
     def put(self, value: PyTree) -> Variable:
-        self.value.write(value)
+        if self._is_padded and value.shape == self.stored_shape:
+            self.value.stored.swap(transfer(value, self.value.sharding))
+        else:
+            self.value.write(value)
         return self.value
 
 

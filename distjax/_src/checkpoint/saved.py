@@ -23,7 +23,7 @@ from distjax._src.checkpoint.leaves import (
     pause_writers,
 )
 from distjax._src.checkpoint.matching import Spec, match_keys, rename_keys
-from distjax._src.checkpoint.storage import Storage
+from distjax._src.checkpoint.storage import Place, Storage
 from distjax._src.checkpoint.trees import Tree
 from distjax._src.cluster.job import Job
 from distjax._src.cluster.meeting import hear_all
@@ -76,8 +76,8 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
     )
 
 
-#: Incremented when older versions can no longer read what is written.
-FORMAT = 1
+#: Incremented when older versions can no longer read what is written: 2 has padded arrays.
+FORMAT = 2
 
 
 def describe(
@@ -97,8 +97,9 @@ def describe(
     numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
     own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
+    is_padded = any(leaf.stored_shape != leaf.spec.stored_shape for leaf in leaves)
     return {
-        "format": FORMAT,
+        "format": FORMAT if is_padded else 1,
         "distjax": distjax.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -114,7 +115,9 @@ def describe(
 
 def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
     setting = {"setting": leaf.setting} if leaf.setting else {}
-    return {**leaf.spec.to_json(), "lives": leaf.lives, **setting}
+    is_padded = leaf.stored_shape != leaf.spec.stored_shape
+    padded = {"padded": list(leaf.stored_shape)} if is_padded else {}
+    return {**leaf.spec.to_json(), "lives": leaf.lives, **setting, **padded}
 
 
 class Saved:
@@ -137,6 +140,7 @@ class Saved:
         keys = self._description["keys"].items()
         self._specs = {key: Spec.from_json(entry) for key, entry in keys}
         self._settings = {key: entry["setting"] for key, entry in keys if "setting" in entry}
+        self._padded = {key: tuple(entry["padded"]) for key, entry in keys if "padded" in entry}
         self.names = rename_keys(self._specs, rename, self._where)
 
     def agree(self, occasion: str, leaves: Iterable[Leaf]) -> None:
@@ -181,7 +185,7 @@ class Saved:
 
     def _convert(self, leaf: Leaf, saved: PyTree) -> Any:
         try:
-            return leaf.convert(saved)
+            return _without_padding(leaf, leaf.convert(saved))
         except OverflowError as error:
             raise CheckpointError(
                 message(
@@ -201,13 +205,24 @@ class Saved:
             for k, old in names.items()
             if self._specs[old].is_stored_as_array and old not in in_json
         }
-        shardings = {
-            old: wanted.leaves[key].sharding() if self._specs[old].is_in_jax else None
-            for key, old in in_arrays.items()
-        }
-        values = {**in_json, **self._storage.arrays(self._step, shardings)}
+        places: dict[str, Place] = {}
+        for key, old in in_arrays.items():
+            leaf = wanted.leaves[key]
+            sharding = leaf.sharding() if self._specs[old].is_in_jax else None
+            saved = self._padded.get(old, self._specs[old].stored_shape)
+            resized = leaf.stored_shape if saved != leaf.stored_shape else None
+            places[old] = Place(sharding, None if sharding is None else resized)
+        values = {**in_json, **self._storage.arrays(self._step, places)}
         found = {key: values.get(old) for key, old in names.items()}
         return {key: own_state(self._storage.job, key, x, self._where) for key, x in found.items()}
+
+
+def _without_padding(leaf: Leaf, value: PyTree) -> Any:
+    """Returns a saved array as `put` takes it: as the leaf stores it, or of the value's shape."""
+    shape = leaf.spec.stored_shape
+    if leaf.spec.form != "array" or value.shape in (shape, leaf.stored_shape):
+        return value
+    return value[tuple(map(slice, shape))]
 
 
 def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: str) -> None:

@@ -22,6 +22,7 @@ looks at the directory and removes a step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -446,8 +447,8 @@ class Storage:
 
         return hear_first(self.job, occasion, answer)
 
-    def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
-        """Returns the arrays of some keys, on devices or (None) in host memory.
+    def arrays(self, step: int, places: Mapping[str, Place]) -> dict[str, Any]:
+        """Returns the arrays of some keys, where they are to be.
 
         Each process of a job reads its own parts, without the others: orbax's restore ends in a
         program over all of them, for which they would wait where one cannot read.
@@ -455,13 +456,13 @@ class Storage:
         Raises:
           CheckpointError: the files are damaged; on all processes, if one cannot read its parts.
         """
-        if not shardings:
+        if not places:
             return {}
         if self._is_alone_in_a_job:
-            shardings = dict.fromkeys(shardings)
+            places = dict.fromkeys(places, Place())
         args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(shardings, 0),
-            restore_args={key: _restore_args(s) for key, s in shardings.items()},
+            item=dict.fromkeys(places, 0),
+            restore_args={key: _restore_args(place) for key, place in places.items()},
             partial_restore=True,
         )
         found: dict[str, Any] = {}
@@ -551,11 +552,25 @@ def _quality(metric: str, mode: str, metrics: Mapping[str, float]) -> float:
     return value if mode == "max" else -value
 
 
-def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:
-    """Returns how to read an array: laid out on devices, or (None) to host memory."""
-    if sharding is None:
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a saved array is to be.
+
+    Attributes:
+      sharding: how it is laid out on devices; None: in host memory.
+      shape: the shape that it is cut or padded to there; None: as it was saved.
+    """
+
+    sharding: Sharding | None = None
+    shape: tuple[int, ...] | None = None
+
+
+def _restore_args(place: Place) -> ocp.RestoreArgs:
+    if place.sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=sharding)
+    return ocp.ArrayRestoreArgs(
+        sharding=place.sharding, global_shape=place.shape, strict=place.shape is None
+    )
 
 
 def _call_apart(fn: Callable[[], T]) -> T:

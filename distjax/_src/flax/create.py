@@ -63,9 +63,9 @@ def create(fn: Callable[[], T], *, rules: specs.Rules | None = None) -> T:
       >>> from flax import nnx
       >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
       >>> with strategy.scope():
-      ...     model = dj.flax.create(lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+      ...     model = dj.flax.create(lambda: nnx.Linear(400, 300, rngs=nnx.Rngs(0)))
       >>> model.kernel[...].addressable_shards[0].data.shape
-      (2, 3)
+      (200, 300)
     """
     if not frames.current().has_strategy:
         built = fn()

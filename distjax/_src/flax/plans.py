@@ -48,7 +48,6 @@ from distjax._src.placement import (
 )
 from distjax._src.replica.global_value import AlreadyPlaced
 from distjax._src.strategies.extended import StrategyExtended
-from distjax._src.strategies.reducing import reduction_layout
 from distjax._src.traces import is_struct
 from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.variables.layouts import (
@@ -107,7 +106,7 @@ def gradient_form(extended: StrategyExtended, parameter: jax.Array, spec: Spec) 
     """
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, layout_by(extended.placement, shape, dtype, None, spec))
-    return reduction_layout(extended, target).local_form
+    return extended.placement.reduction_layout(target).unencoded(shape).local_form
 
 
 def place_arrays(

@@ -72,17 +72,24 @@ class Topology:
         """Returns the sharding of a value that each replica holds, split there as `spec` says."""
         return NamedSharding(self.mesh, spec) if spec and self.mesh is not None else self.mirrored
 
-    def split_along(self, axis: int, spec: PartitionSpec | None = None) -> Sharding:
+    def split_along(
+        self, axis: int, spec: PartitionSpec | None = None, sharers: int = 1
+    ) -> Sharding:
         """Returns the sharding of a value whose `axis` runs over the replicas.
 
-        `spec` says what the devices of each split of it, along other axes.
+        `spec` says what the devices of each split of it, along other axes. So many neighboring
+        replicas share a part.
         """
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
         entries = list(spec or ())
         entries += [None] * (axis + 1 - len(entries))
-        entries[axis] = self.axis_name
-        return NamedSharding(self.mesh, PartitionSpec(*entries))
+        if sharers == 1:
+            entries[axis] = self.axis_name
+            return NamedSharding(self.mesh, PartitionSpec(*entries))
+        mesh = _mesh_of_sharers(self.mesh, self.axis_name, sharers)
+        entries[axis] = mesh.axis_names[0]
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     def find_axis(self, shape: Sequence[int], axes: Iterable[int] | None = None) -> int | None:
         """Returns the first of some axes (None: of all) that R divides, or None.
@@ -130,6 +137,18 @@ class Topology:
             return self.devices
         size = len(self.devices) // self.num_replicas
         return self.devices[replica * size : (replica + 1) * size]
+
+
+@functools.cache
+def _mesh_of_sharers(mesh: Mesh | AbstractMesh, axis_name: str, sharers: int) -> Any:
+    """Returns the mesh with the replica axis in two: who has the same, and who has another part."""
+    count, *sizes = mesh.shape.values()
+    sizes = (count // sharers, sharers, *sizes)
+    names = (f"{axis_name}_part", f"{axis_name}_sharer", *mesh.axis_names[1:])
+    types = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(sizes, names, axis_types=types)
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
 
 
 @functools.cache

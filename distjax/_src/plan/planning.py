@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,11 @@ from distjax._src.plan.topologies import Described, describe, read_exhausted, sq
 from distjax._src.program.jit import CompiledProgram, LoweredProgram
 from distjax._src.replica.arguments import function_name
 from distjax._src.strategies.mirrored import MirroredStrategy
-from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrategy
+from distjax._src.strategies.sharded import (
+    MIN_SPLIT_BYTES,
+    CentralStorageStrategy,
+    ShardedStrategy,
+)
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
@@ -47,7 +52,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "central": CentralStorageStrategy,
 }
 #: Arrays of fewer bytes are not worth a line.
-_LARGE = 64 * 1024
+_LARGE = MIN_SPLIT_BYTES
 _MOST_EXAMPLES = 2**20
 
 
@@ -338,9 +343,11 @@ def _not_split(
             why = "an argument: strategies split variables and modules, which they keep"
         elif strategy == "mirrored" or (each.cause == "parameters" and strategy in _WHY):
             why = _WHY[strategy]
-        elif topology.find_axis(each.shape) is None:
-            shape = " x ".join(map(str, each.shape))
-            why = f"no axis of {shape} is divisible by {topology.num_replicas} replicas"
+        elif all(math.gcd(n, topology.num_replicas) == 1 for n in each.shape):
+            why = (
+                f"a module's array is not padded, and {topology.num_replicas} replicas have no "
+                f"divisor in common with an axis of {' x '.join(map(str, each.shape))}"
+            )
         else:
             why = (
                 f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"

@@ -53,7 +53,7 @@ from distjax._src.strategies.values import is_mirrored, off_device
 from distjax._src.traces import is_struct
 from distjax._src.typing import AxisLike, PyTree, ReduceOp, ReduceOpLike
 from distjax._src.variables.conversion import is_number
-from distjax._src.variables.layouts import LaidOut, Layout, spec_of
+from distjax._src.variables.layouts import LaidOut, Layout, PartitionedLayout, spec_of
 from distjax._src.variables.variable import ExtendedForVariables, Variable, read_components
 from distjax.errors import LocalityError, describe_value, is_int, message, require
 
@@ -495,8 +495,13 @@ def resolve(
 
 
 def reduction_layout(extended: ExtendedForVariables, variable: LaidOut) -> Layout:
-    """Returns the unencoded layout of a value reduced to the devices of `variable`."""
-    return extended.placement.reduction_layout(variable).unencoded(variable.shape)
+    """Returns the layout of a value reduced to the devices of `variable`.
+
+    That of an array is unencoded; a program can split a value that R does not divide.
+    """
+    layout = extended.placement.reduction_layout(variable)
+    is_inside = isinstance(layout, PartitionedLayout) and jax_compat.tracing()
+    return layout if is_inside else layout.unencoded(variable.shape)
 
 
 def sorted_devices(array: jax.Array) -> list[jax.Device]:

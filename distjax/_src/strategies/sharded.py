@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from distjax._src import jax_compat
 from distjax._src.collectives.reductions import CommunicationOptions
@@ -23,6 +25,7 @@ from distjax._src.placement import (
 )
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.strategy import Strategy
+from distjax._src.tables import format_bytes
 from distjax._src.typing import DTypeLike
 from distjax._src.variables.layouts import (
     HostLayout,
@@ -32,29 +35,35 @@ from distjax._src.variables.layouts import (
     PartitionedLayout,
     spec_beside,
     spec_of,
+    split_along,
 )
 from distjax._src.variables.partitioners import Partitioner, count_shards, require_partitioner
-from distjax.errors import describe_value, message
+from distjax.errors import describe_value, message, require_int
 
 #: What is split, for ZeRO stages 1 to 3. Each includes those before it.
 PARTITIONS = ("optimizer", "gradients", "parameters")
 
+#: What stays whole on each replica by default.
+MIN_SPLIT_BYTES = 64 * 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardedPlacement:
-    """Splits variables over the replicas, along an axis that R divides.
+    """Splits variables over the replicas: along an axis that R divides, or padded.
 
     Attributes:
       topology: the replicas.
       partition: what is split: "optimizer" (variables colocated with another),
         "gradients" (values reduced to a variable, too) or "parameters" (all).
-      partitioner: the number of shards per axis; a variable that it leaves whole, or
-        that R does not divide, stays mirrored.
+      partitioner: the number of shards per axis; a variable that it leaves whole stays
+        mirrored.
+      min_split_bytes: smaller variables stay mirrored, and what belongs to them.
     """
 
     topology: Topology
     partition: str
     partitioner: Partitioner | None
+    min_split_bytes: int = 0
     synchronizes: bool = True
 
     def over(self, topology: Topology) -> ShardedPlacement:
@@ -70,30 +79,37 @@ class ShardedPlacement:
     ) -> Layout:
         """Returns the split layout if this kind of variable is split."""
         spec = spec_beside(colocate_with, shape) if spec is None else spec
-        if colocate_with is not None or self.partition == "parameters":
-            return self._split_layout(shape, dtype, spec)
-        return MirroredLayout(self.topology, spec)
+        if colocate_with is None and self.partition != "parameters":
+            return MirroredLayout(self.topology, spec)
+        return self._split_layout(shape, dtype, spec, colocate_with)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the split layout of a gradient, from stage 2 on."""
+        spec = spec_of(variable.layout)
         if self.partition == "optimizer":
-            return MirroredLayout(self.topology, spec_of(variable.layout))
-        return self._split_layout(variable.shape, variable.dtype, spec_of(variable.layout))
-
-    def _split_layout(self, shape: tuple[int, ...], dtype: DTypeLike, spec: Spec) -> Layout:
-        axis = self._axis(tuple(shape), dtype, spec)
-        if axis is None:
             return MirroredLayout(self.topology, spec)
-        return PartitionedLayout(self.topology, axis, spec)
+        return self._split_layout(variable.shape, variable.dtype, spec)
 
-    def _axis(self, shape: tuple[int, ...], dtype: DTypeLike, spec: Spec) -> int | None:
+    def _split_layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, spec: Spec, owner: LaidOut | None = None
+    ) -> Layout:
+        whole = MirroredLayout(self.topology, spec)
         if jax_compat.is_key_dtype(dtype) or self.topology.num_replicas == 1:
-            return None
+            return whole
         axes = free_axes(spec, shape)
         if self.partitioner is not None:
             shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
             axes = [i for i in axes if shards[i] > 1]
-        return self.topology.find_axis(shape, axes)
+        form = split_along(self.topology, shape, axes, spec)
+        if form is None:
+            return whole
+        itemsize = jnp.dtype(dtype).itemsize
+        if owner is not None and tuple(owner.shape) == tuple(shape):
+            itemsize = max(itemsize, jnp.dtype(owner.dtype).itemsize)  # a narrow slot goes with it
+        if math.prod(shape) * itemsize <= self.min_split_bytes:
+            why = f"not over {format_bytes(self.min_split_bytes)}"
+            return dataclasses.replace(whole, why=why)
+        return PartitionedLayout(self.topology, form.axis, spec, form.size)
 
 
 class ShardedStrategy(Strategy):
@@ -107,7 +123,10 @@ class ShardedStrategy(Strategy):
         split, and gathered where a replica reads them).
       partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function
         of shape and dtype: which axis to split, if any. Default: the first axis
-        that R divides.
+        that R divides, or else the one that needs the least padding.
+      min_split_bytes: variables of up to so many bytes stay whole on each replica, with their
+        slots and gradients: to gather one takes longer than its memory is worth. 0 splits all
+        that have an axis. None: 64 KiB; 0 with a `partitioner`, which decides.
       axis_name: the name of the replica axis inside `run`.
       model_axes: sizes of axes within one replica, as in `MirroredStrategy`. What a variable's
         `sharding` splits over them is split besides; over the replicas is an axis that it
@@ -115,20 +134,23 @@ class ShardedStrategy(Strategy):
       communication: how reductions to whole values are carried out.
 
     Raises:
-      ValueError: an unknown partition, or axes that do not fit. TypeError: a partitioner
-        that is not a function.
+      ValueError: an unknown partition, a size below 0, or axes that do not fit. TypeError: a
+        partitioner that is not a function.
 
-    Locality: split variables are `P(..., replica)` on one axis; a variable too
-      small or not divisible stays mirrored.
+    Locality: split variables are `P(..., replica)` on one axis; those up to `min_split_bytes`
+      stay mirrored. Where R does not divide the axis, the stored array ends in zeros, which
+      nobody sees: `v.value` outside of programs is then a copy, whole on each replica.
     Cost: a gather per variable that a replica function reads (one more where
       `jax.checkpoint` rereads it), a reduce-scatter per gradient.
 
     Example:
       >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
       >>> with strategy.scope():
-      ...     w = dj.Variable(jnp.zeros((4, 3)))
+      ...     w, b = dj.Variable(jnp.zeros((400, 300))), dj.Variable(jnp.zeros(300))
       >>> dj.locality(w).kind, w.value.addressable_shards[0].data.shape
-      ('partitioned', (2, 3))
+      ('partitioned', (200, 300))
+      >>> dj.locality(b).kind
+      'mirrored'
 
     Source: ZeRO (Rajbhandari et al., 2020); TensorFlow's partitioned variables.
     """
@@ -139,6 +161,7 @@ class ShardedStrategy(Strategy):
         *,
         partition: str = "optimizer",
         partitioner: Partitioner | None = None,
+        min_split_bytes: int | None = None,
         axis_name: str = REPLICA_AXIS,
         model_axes: Mapping[str, int] | None = None,
         communication: CommunicationOptions | None = None,
@@ -154,7 +177,16 @@ class ShardedStrategy(Strategy):
             )
         require_partitioner("ShardedStrategy", partitioner)
         topology = mesh_topology(devices_or_all(devices, "ShardedStrategy"), axis_name, model_axes)
-        placement = ShardedPlacement(topology, partition, partitioner)
+        if min_split_bytes is None:
+            min_split_bytes = MIN_SPLIT_BYTES if partitioner is None else 0
+        require_int(
+            "ShardedStrategy: min_split_bytes",
+            min_split_bytes,
+            0,
+            why="variables of up to so many bytes stay whole",
+            fix="dj.ShardedStrategy(min_split_bytes=0) splits all",
+        )
+        placement = ShardedPlacement(topology, partition, partitioner, min_split_bytes)
         super().__init__(StrategyExtended(topology, placement, communication=communication))
 
 

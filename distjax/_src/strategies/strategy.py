@@ -377,7 +377,9 @@ class Strategy:
         Context: any. Cost: none; nothing is read or moved.
 
         Example:
-          >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+          >>> strategy = dj.ShardedStrategy(
+          ...     jax.devices()[:2], partition="parameters", min_split_bytes=0
+          ... )
           >>> with strategy.scope():
           ...     w = dj.Variable(jnp.zeros((4, 3)), name="w")
           >>> found = strategy.describe()

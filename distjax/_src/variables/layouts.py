@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +28,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from distjax._src import user_mesh
+from distjax._src import jax_compat, user_mesh
 from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
 from distjax._src.placement import (
@@ -162,33 +163,75 @@ WHOLE = UnsplitForm(None)
 class AxisShards:
     """The local form of a value split into R equal parts along `axis`.
 
+    If R does not divide the axis, the last parts end in zeros. A replica, and the stored array,
+    have them; a value has none: XLA leaves them out of what it computes of such a value. With
+    `blocks`, it is the last parts of each block, and the value lives by blocks, without zeros.
+
     Attributes:
       topology: the R replicas.
-      axis: an axis whose size is divisible by R.
+      axis: the axis.
       spec: what the devices of a replica split, along other axes; None: nothing, or what the
         program makes of it.
+      size: the size of the axis if R does not divide it; None: R divides it.
+      blocks: a common divisor of R and the size: R / blocks neighboring replicas share a block.
     """
 
     topology: Topology
     axis: int
     spec: Spec = None
+    size: int | None = None
+    blocks: int = 1
     varying = True
     is_split = True
 
     @property
     def sharding(self) -> Sharding:
-        """`P(..., replica)` with the replica axis at `axis`."""
-        return self.topology.split_along(self.axis, self.spec)
+        """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
+        sharers = self.topology.num_replicas // self.blocks if self.blocks > 1 else 1
+        return self.topology.split_along(self.axis, self.spec, sharers)
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        size = shape[self.axis] // self.topology.num_replicas
-        return (*shape[: self.axis], size, *shape[self.axis + 1 :])
+        of_block, sharers = shape[self.axis] // self.blocks, self._num_replicas // self.blocks
+        return (*shape[: self.axis], -(-of_block // sharers), *shape[self.axis + 1 :])
+
+    @property
+    def _num_replicas(self) -> int:
+        return self.topology.num_replicas
+
+    def padded(self, value: jax.Array) -> jax.Array:
+        """Returns a value with zeros behind it, or its blocks, so that R divides the axis."""
+        if self.size is None:
+            return value
+        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
+        by_block = value.reshape(*before, self.blocks, self.size // self.blocks, *behind)
+        widths = [(0, 0, 0)] * by_block.ndim
+        missing = -(self.size // self.blocks) % (self._num_replicas // self.blocks)
+        widths[self.axis + 1] = (0, missing, 0)
+        by_block = lax.pad(by_block, jnp.zeros((), value.dtype), widths)
+        return by_block.reshape(*before, -1, *behind)
+
+    def unpadded(self, value: jax.Array) -> jax.Array:
+        """Inverts `padded`."""
+        if self.size is None:
+            return value
+        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
+        by_block = value.reshape(*before, self.blocks, -1, *behind)
+        of_block = self.size // self.blocks
+        by_block = lax.slice_in_dim(by_block, 0, of_block, axis=self.axis + 1)
+        return by_block.reshape(*before, self.size, *behind)
+
+    def _split_evenly(self, padded: jax.Array) -> jax.Array:
+        if self.topology.mesh is None:
+            return padded
+        return lax.with_sharding_constraint(padded, self.topology.split_along(self.axis, self.spec))
 
     def to_replicas(self, value: jax.Array) -> jax.Array:
         """Returns the shards of a value as [R, ...]; no data moves."""
+        if self.size is not None:
+            value = self._split_evenly(self.padded(self.spread(value)))
         count = self.topology.num_replicas
         shape = value.shape
         split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
@@ -199,11 +242,13 @@ class AxisShards:
         return lax.with_sharding_constraint(stacked, NamedSharding(self._mesh, spec))
 
     def from_replicas(self, array: jax.Array) -> jax.Array:
-        """Returns the value from its shards [R, ...]; no data moves."""
+        """Returns the value from its shards [R, ...]; no data moves but within blocks."""
         split = jnp.moveaxis(array, 0, self.axis)
         shape = split.shape
         whole = shape[self.axis] * shape[self.axis + 1]
-        return self.spread(split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :]))
+        value = split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :])
+        value = self._split_evenly(value)
+        return value if self.size is None else self.spread(self.unpadded(value))
 
     @property
     def _mesh(self) -> Mesh:
@@ -211,7 +256,10 @@ class AxisShards:
         return self.topology.mesh
 
     def spread(self, value: jax.Array) -> jax.Array:
-        """Returns `value` constrained so that each device computes its shard."""
+        """Returns `value` constrained so that each device computes its shard, or its block.
+
+        In a program it need not be padded for that, as an array has to be.
+        """
         if self.topology.mesh is None:
             return value
         return lax.with_sharding_constraint(value, self.sharding)
@@ -219,10 +267,11 @@ class AxisShards:
     def gather(self, local: jax.Array) -> jax.Array:
         """Returns the whole value, by an all-gather."""
         name, axis = self.topology.axis_name, self.axis
-        gather = lambda x: lax.all_gather(x, name, axis=axis, tiled=True)
+        gather = lambda x: self.unpadded(lax.all_gather(x, name, axis=axis, tiled=True))
         return on_own_parts(gather, [local], [self.spec])[0]
 
     def own_part(self, value: jax.Array) -> jax.Array:
+        value = self.padded(value)
         size = value.shape[self.axis] // self.topology.num_replicas
         start = own_index(self.topology.axis_name) * size
         return lax.dynamic_slice_in_dim(value, start, size, self.axis)
@@ -231,7 +280,9 @@ class AxisShards:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
         summand, axis = as_summand(op, value, "a reduction to shards"), self.axis
         name = topology.axis_name
-        scatter = lambda x: lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+        scatter = lambda x: lax.psum_scatter(
+            self.padded(x), name, scatter_dimension=axis, tiled=True
+        )
         total = on_own_parts(scatter, [summand], [self.spec])[0]
         return from_total(op, total, topology.num_replicas)
 
@@ -243,15 +294,34 @@ class AxisShards:
             return None
         of_slice = None if self.spec is None else PartitionSpec(*self.spec[1:])
         if self.axis > 0:
-            return local, AxisShards(self.topology, self.axis - 1, of_slice)
+            of_slice = dataclasses.replace(self, axis=self.axis - 1, spec=of_slice)
+            return local, of_slice
         axis = self.topology.find_axis(shape, free_axes(self.spec, shape)[1:])
-        if axis is None:
+        if axis is None or self.size is not None:
             return None
         # Each replica holds whole slices: exchange them for a part of every slice.
         name = self.topology.axis_name
         exchange = lambda x: lax.all_to_all(x, name, split_axis=axis, concat_axis=0, tiled=True)
         parts = on_own_parts(exchange, [local], [self.spec])[0]
         return parts, AxisShards(self.topology, axis - 1, of_slice)
+
+
+def split_along(
+    topology: Topology, shape: Sequence[int], axes: Sequence[int], spec: Spec = None
+) -> AxisShards | None:
+    """Returns how a value is split over the replicas, or None if there is nothing to split.
+
+    Along the first of `axes` that R divides; else along the one that needs the least padding.
+    """
+    axis = topology.find_axis(shape, axes)
+    if axis is not None:
+        return AxisShards(topology, axis, spec)
+    axes = [i for i in axes if 0 not in shape]
+    if not axes:
+        return None
+    count = topology.num_replicas
+    axis = min(axes, key=lambda i: -(-shape[i] // count) / shape[i])
+    return AxisShards(topology, axis, spec, shape[axis])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,15 +490,17 @@ class MirroredLayout(_AsItIs):
     Attributes:
       topology: the R replicas.
       spec: what the devices of a replica split of it; None: what the program makes of it.
+      why: why it is whole where others are split, for descriptions.
     """
 
     topology: Topology
     spec: Spec = None
+    why: str = dataclasses.field(default="", compare=False)
     kind = kinds.MIRRORED
     local_form = WHOLE
 
     def __str__(self) -> str:
-        return f"mirrored{_within(self.spec)}"
+        return f"mirrored{_within(self.spec)}{f' ({self.why})' if self.why else ''}"
 
     @property
     def num_copies(self) -> int:
@@ -509,31 +581,102 @@ class PartitionedLayout(_AsItIs):
 
     Attributes:
       topology: the R replicas.
-      axis: an axis whose size is divisible by R.
+      axis: the axis.
       spec: what the devices of a replica split, along other axes, as in `MirroredLayout`.
+      size: the size of the axis if R does not divide it. The stored array then has zeros behind
+        the value, and `v.value` outside of programs is a copy, whole on each replica.
+      blocks: if more than 1, the stored array is the value, split into so many parts: R / blocks
+        neighboring replicas share each, and compute with a part of it.
     """
 
     topology: Topology
     axis: int
     spec: Spec = None
+    size: int | None = None
+    blocks: int = 1
     kind = kinds.PARTITIONED
     num_copies = 1
 
     def __str__(self) -> str:
-        return f"partitioned on axis {self.axis}{_within(self.spec)}"
+        how = f", {self.size} padded to {self._padded_size}" if self.hands_out_copies else ""
+        how = f" in {self.blocks} parts" if self.blocks > 1 else how
+        return f"partitioned on axis {self.axis}{how}{_within(self.spec)}"
+
+    @property
+    def _padded_size(self) -> int:
+        size = self.size or 0
+        return size + -size % self.topology.num_replicas
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the stored array of a value of `shape`."""
+        if not self.hands_out_copies:
+            return shape
+        return (*shape[: self.axis], self._padded_size, *shape[self.axis + 1 :])
+
+    @property
+    def hands_out_copies(self) -> bool:
+        """Whether the stored array is padded."""
+        return self.size is not None and self.blocks == 1
 
     @property
     def sharding(self) -> Sharding:
-        """`P(..., replica)` with the replica axis at `axis`."""
+        """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
         return self.local_form.sharding
 
     @property
     def local_form(self) -> AxisShards:
         """Shards along the axis."""
-        return AxisShards(self.topology, self.axis, self.spec)
+        return AxisShards(self.topology, self.axis, self.spec, self.size, self.blocks)
+
+    def to_stored(self, value: jax.Array) -> Any:
+        """Returns `value`, padded if R does not divide the axis."""
+        if not self.hands_out_copies:
+            return value
+        if isinstance(value, np.ndarray):  # it need not be whole on a device
+            widths = [(0, 0)] * value.ndim
+            widths[self.axis] = (0, self._padded_size - value.shape[self.axis])
+            return np.pad(value, widths)
+        if not isinstance(value, jax_compat.Tracer):
+            return _padded(self.local_form, value)
+        form = self.local_form
+        return form.spread(form.padded(form.spread(value)))
+
+    @user_mesh.ignores_user_mesh
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
+        """Returns the value: in a program split as it is stored, outside as a whole copy."""
+        form = self.local_form
+        if not self.hands_out_copies:
+            return stored
+        if not isinstance(stored, jax_compat.Tracer):
+            return _unpadded(form, stored)
+        return form.spread(form.unpadded(stored))
 
     def constrain(self, stored: jax.Array) -> Any:
         return self.local_form.spread(stored)
+
+    def unencoded(self, shape: tuple[int, ...]) -> PartitionedLayout | MirroredLayout:
+        """Returns itself; if R does not divide the axis, in the most parts that an axis allows."""
+        if not self.hands_out_copies:
+            return self
+        count = self.topology.num_replicas
+        axes = free_axes(self.spec, shape)
+        axis = max(axes, key=lambda i: math.gcd(shape[i], count))
+        blocks = math.gcd(shape[axis], count)
+        if blocks == 1:
+            why = f"no axis has a divisor in common with {count} replicas"
+            return MirroredLayout(self.topology, self.spec, why)
+        return PartitionedLayout(self.topology, axis, self.spec, shape[axis], blocks)
+
+
+# Compiled, since the zeros would trip transfer guards.
+@functools.partial(jax.jit, static_argnums=0)
+def _padded(form: AxisShards, value: jax.Array) -> jax.Array:
+    return form.padded(value)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unpadded(form: AxisShards, stored: jax.Array) -> jax.Array:
+    return form.unpadded(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -634,7 +777,7 @@ def in_force(layout: Layout | None) -> Any:
     if layout.kind == kinds.PER_REPLICA:
         return StackedLayout(now)
     if isinstance(layout, PartitionedLayout) and now.num_replicas == topology.num_replicas:
-        return PartitionedLayout(now, layout.axis)
+        return PartitionedLayout(now, layout.axis, size=layout.size, blocks=layout.blocks)
     return MirroredLayout(now)
 
 

@@ -1,0 +1,112 @@
+"""Modules under ZeRO where R divides no axis: arrays keep their shape, in as many parts as fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distjax as dj
+
+X = np.random.default_rng(0).normal(size=(24, 12)).astype(np.float32)
+CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01))
+
+
+class Model(nnx.Module):
+    """12 and 20 have 4 in common with 8 replicas, 7 and 5 nothing."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(12, 12, rngs=rngs))(rngs.split(6))
+        self.wide, self.odd = nnx.Linear(12, 20, rngs=rngs), nnx.Linear(20, 7, rngs=rngs)
+        self.last = nnx.Linear(7, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = dj.flax.scan_layers(lambda layer, x: jnp.tanh(layer(x)), self.layers, x)
+        return self.last(jnp.tanh(self.odd(jnp.tanh(self.wide(x)))))
+
+
+def sharded(count=8, partition="parameters", **options):
+    return dj.ShardedStrategy(
+        jax.devices()[:count], partition=partition, min_split_bytes=0, **options
+    )
+
+
+def build(strategy):
+    with strategy.scope():
+        model = dj.flax.create(lambda: Model(nnx.Rngs(0)))
+        return model, dj.flax.place(nnx.Optimizer(model, CLIPPED_ADAM, wrt=nnx.Param))
+
+
+def step(model, optimizer, x):
+    loss, grads = dj.flax.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    dj.flax.apply_gradients(optimizer, model, grads)
+    return dj.get_replica_context().all_reduce("mean", loss)
+
+
+def train(strategy, state, num_steps=3):
+    (x,) = strategy.distribute_dataset([X])
+    return [float(strategy.run(step, (*state, x))) for _ in range(num_steps)]
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """Those of one device."""
+    one = dj.VirtualStrategy(1)
+    return train(one, build(one), 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"partition": "gradients", "count": 3},
+        {"partition": "optimizer"},
+        {"model_axes": {"model": 2}},
+    ],
+    ids=["zero3", "zero2 of 3", "zero1", "zero3, 4 x 2"],
+)
+def test_training_equals_one_device(options, losses):
+    strategy = sharded(**options)
+    np.testing.assert_allclose(train(strategy, build(strategy)), losses[:3], rtol=1e-5)
+
+
+def test_where_arrays_live():
+    strategy = sharded()
+    model, optimizer = build(strategy)
+    kernel = model.wide.kernel[...]
+    assert kernel.shape == (12, 20)
+    assert {s.data.shape for s in kernel.addressable_shards} == {(3, 20)}
+    np.testing.assert_array_equal(kernel, Model(nnx.Rngs(0)).wide.kernel[...])
+    placements = {v.name: v.placement for v in strategy.describe().variables}
+    assert placements["Model.wide.kernel"] == "partitioned on axis 0 in 4 parts"
+    assert placements["Model.layers.kernel"] == "partitioned on axis 1 in 4 parts"
+    whole = "mirrored (no axis has a divisor in common with 8 replicas)"
+    assert placements["Model.last.kernel"] == whole
+    before = dj.locality(kernel)
+    train(strategy, (model, optimizer), 1)
+    assert dj.locality(model.wide.kernel[...]) == before, "it stays where it is"
+
+
+def test_one_layer_is_gathered_at_a_time():
+    strategy = sharded()
+    model, optimizer = build(strategy)
+    (x,) = strategy.distribute_dataset([X])
+    found = dj.explain(step, model, optimizer, x, strategy=strategy)
+    gathered = [c.result_bytes for c in found.written if c.kind == "all-gather"]
+    assert max(gathered) == 4 * 16 * 20, "12 rows of `wide`, in 4 parts that 2 replicas share"
+    assert gathered.count(4 * 16 * 12) == 2, "a layer, forward and backward"
+    whole = 4 * 6 * 12 * 12
+    assert max(c.result_bytes for c in found.compiled if c.kind == "all-gather") < whole / 2
+
+
+def test_checkpoints_go_from_any_r_to_any_other(tmp_path, losses):
+    eight, three, whole = sharded(), sharded(3), dj.MirroredStrategy(jax.devices()[:2])
+    state = build(eight)
+    train(eight, state, 2)
+    with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        for strategy in (three, whole):
+            again = build(strategy)
+            checkpointer.restore(again)
+            np.testing.assert_allclose(train(strategy, again, 2), losses[2:], rtol=1e-5)

@@ -1,0 +1,257 @@
+"""ZeRO where R divides no axis: stored with zeros behind, which nobody else ever sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import distjax as dj
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(13, 7)).astype(np.float32)
+START = {"w": W, "b": W[0] * 0.1, "u": W[:7, :5]}
+X = RNG.normal(size=(24, 13)).astype(np.float32)
+
+
+def sharded(count=8, partition="parameters", **options):
+    options = {"min_split_bytes": 0, **options}
+    return dj.ShardedStrategy(jax.devices()[:count], partition=partition, **options)
+
+
+class Training:
+    """Variables with odd sizes, their optimizer, and what `steps` of it make of them."""
+
+    def __init__(self, strategy, tx, **options):
+        self.strategy = strategy
+        with strategy.scope():
+            self.params = {k: dj.Variable(v, name=k) for k, v in START.items()}
+        self.optimizer = dj.optim.Optimizer(tx, "mean", **options)
+        self.optimizer.init(self.params)
+        (self.batch,) = strategy.distribute_dataset([X])
+
+    def replica_step(self, x):
+        def loss_fn(p):
+            return jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) @ p["u"] - 1) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)({k: v.value for k, v in self.params.items()})
+        self.optimizer.apply_gradients([(grads, self.params)])
+        return dj.get_replica_context().all_reduce("mean", loss)
+
+    def steps(self, num=3):
+        losses = [float(self.strategy.run(self.replica_step, (self.batch,))) for _ in range(num)]
+        return losses, {k: np.asarray(v.value) for k, v in self.params.items()}
+
+    def variables(self):
+        return [v for v in jax.tree.leaves(self.optimizer.state) if isinstance(v, dj.Variable)]
+
+
+def eight_bit_adam(rate=0.05, block=16):
+    """Adam whose first moment is int8 with a scale per block, the second bfloat16."""
+
+    def encoded(x):
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
+        scale = jnp.max(jnp.abs(flat), axis=1, keepdims=True) / 127 + 1e-12
+        numbers = jnp.round(flat / scale).astype(jnp.int8).reshape(-1)[: x.size].reshape(x.shape)
+        return numbers, scale
+
+    def decoded(numbers, scale):
+        flat = jnp.pad(numbers.reshape(-1), (0, -numbers.size % block)).reshape(-1, block)
+        return (flat * scale).reshape(-1)[: numbers.size].reshape(numbers.shape)
+
+    def init(params):
+        first = jax.tree.map(lambda p: encoded(jnp.zeros_like(p)), params)
+        return {
+            "numbers": jax.tree.map(lambda p, e: e[0], params, first),
+            "scales": jax.tree.map(lambda p, e: e[1], params, first),
+            "second": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.bfloat16), params),
+        }
+
+    def update(grads, state, params=None):
+        first = jax.tree.map(
+            lambda g, n, s: 0.9 * decoded(n, s) + 0.1 * g, grads, state["numbers"], state["scales"]
+        )
+        second = jax.tree.map(lambda g, v: 0.99 * v + 0.01 * g**2, grads, state["second"])
+        updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + 1e-3), first, second)
+        pairs = jax.tree.map(encoded, first)
+        new = {
+            "numbers": jax.tree.map(lambda g, e: e[0], grads, pairs),
+            "scales": jax.tree.map(lambda g, e: e[1], grads, pairs),
+            "second": jax.tree.map(lambda v: v.astype(jnp.bfloat16), second),
+        }
+        return updates, new
+
+    return optax.GradientTransformation(init, update)
+
+
+#: What looks at all of a leaf, or at its shape: norms, means of rows, random numbers, blocks.
+OPTIMIZERS = {
+    "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)),
+    "lamb": lambda: optax.lamb(0.01),
+    "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=4),
+    "noisy": lambda: optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.sgd(0.01)),
+    "every second": lambda: optax.MultiSteps(optax.adam(0.01), 2),
+    "8 bit": eight_bit_adam,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_see_no_padding(name):
+    losses, params = Training(dj.OneDeviceStrategy(), OPTIMIZERS[name]()).steps()
+    others = (("optimizer", 2), ("gradients", 3)) if name == "clipped adam" else ()
+    for partition, count in (("parameters", 8), *others):
+        training = Training(sharded(count, partition), OPTIMIZERS[name]())
+        got_losses, got = training.steps()
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+        for key, value in params.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
+        for v in training.variables():
+            if dj.locality(v).kind == "partitioned":
+                axis = v.layout.axis
+                assert v.storage.shape[axis] % count == 0
+                behind = np.take(v.storage, range(v.shape[axis], v.storage.shape[axis]), axis)
+                assert not behind.any(), "padding stays zero"
+
+
+def test_accumulated_gradients_are_padded_too():
+    whole = Training(dj.MirroredStrategy(jax.devices()[:8]), optax.adam(0.01), accumulate_steps=2)
+    losses, params = whole.steps(4)
+    split = Training(sharded(), optax.adam(0.01), accumulate_steps=2)
+    got_losses, got = split.steps(4)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(got["w"], params["w"], rtol=1e-4, atol=1e-6)
+    assert {dj.locality(v).kind for v in split.optimizer.accumulators[:3]} == {"partitioned"}
+
+
+def test_what_a_step_sends():
+    """Each shard once: as much as if R divided the axis, and nothing is gathered for a norm."""
+    training = Training(sharded(), OPTIMIZERS["clipped adam"]())
+    found = dj.explain(training.replica_step, training.batch, strategy=training.strategy)
+    moved = sorted((c.kind, c.result_bytes) for c in found.compiled)
+    padded = [4 * 13 * 8, 4 * 8, 4 * 8 * 5]
+    gathered = sum(size for kind, size in moved if kind == "all-gather")
+    assert gathered <= sum(padded)
+    assert sum(size for kind, size in moved if kind == "reduce-scatter") == sum(padded) // 8
+    assert {kind for kind, _ in moved} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_values_are_logical():
+    strategy = sharded()
+    with strategy.scope():
+        v = dj.Variable(W, name="v")
+        made = dj.Variable(lambda: jax.random.normal(jax.random.key(0), (13, 7)), name="made")
+    assert v.shape == v.value.shape == (13, 7)
+    assert v.storage.shape == (13, 8), "7 needs less padding than 13"
+    assert v.storage.addressable_shards[0].data.shape == (13, 1)
+    np.testing.assert_array_equal(made.value, jax.random.normal(jax.random.key(0), (13, 7)))
+    held = v.value
+    v.assign(2 * W)
+    v.assign_add(W)
+    np.testing.assert_array_equal(held, W)
+    np.testing.assert_allclose(v.value, 3 * W, rtol=1e-6)
+    seen = strategy.run(lambda: (v.value.shape, jnp.sum(v.value**2)))
+    np.testing.assert_allclose(seen[1], np.sum((3 * W) ** 2), rtol=1e-5)
+    total = dj.jit(lambda: (jnp.linalg.norm(v.value), jnp.max(-jnp.abs(v.value) - 1)))()
+    np.testing.assert_allclose(total[0], np.linalg.norm(3 * W), rtol=1e-5)
+    assert total[1] < -1, "a zero would be greater"
+    text = "partitioned on axis 1, 7 padded to 8"
+    assert (v.describe().placement, v.describe().bytes_per_device) == (text, 4 * 13)
+
+
+def test_eager_reductions_to_a_variable_are_whole():
+    """No array outside of a program can be split where R does not divide it."""
+    strategy = sharded()
+    with strategy.scope():
+        v = dj.Variable(W)
+    grads = strategy.distribute_values_from_function(lambda ctx: W)
+    reduced = strategy.extended.reduce_to("sum", grads, v)
+    np.testing.assert_allclose(reduced, 8 * W, rtol=1e-6)
+    np.testing.assert_array_equal(strategy.reduce("mean", v.value), W)
+
+
+@pytest.mark.parametrize("first", ["zero 8", "mirrored"])
+def test_checkpoints_go_from_any_r_to_any_other(first, tmp_path):
+    makes = {
+        "zero 8": sharded,
+        "zero 3": lambda: sharded(3),
+        "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
+        "zero 1, 4 x 2": lambda: sharded(8, "optimizer", model_axes={"model": 2}),
+    }
+    state = Training(makes[first](), optax.adam(0.01))
+    losses, expected = state.steps(2)
+    mean = np.asarray(state.optimizer.state[0].mu["w"].value)
+    with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"params": state.params, "optimizer": state.optimizer})
+    for make in makes.values():
+        again = Training(make(), optax.adam(0.01))
+        with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore({"params": again.params, "optimizer": again.optimizer})
+            arrays = {k: np.zeros_like(v) for k, v in START.items()}
+            plain = checkpointer.restore({"params": arrays}, partial=True)["params"]
+        for key, value in expected.items():
+            np.testing.assert_array_equal(again.params[key].value, value)
+            np.testing.assert_array_equal(plain[key], value)
+        np.testing.assert_array_equal(again.optimizer.state[0].mu["w"].value, mean)
+        assert again.steps(1)[0][0] < losses[-1]
+
+
+def test_a_checkpoint_is_written_and_read_shard_by_shard(tmp_path, monkeypatch):
+    """No array of a variable's whole size is made."""
+    state = Training(sharded(), optax.adam(0.01))
+    monkeypatch.setattr(type(state.params["w"]), "value", property(lambda self: 1 / 0))
+    with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"params": state.params})
+        checkpointer.restore({"params": state.params})
+    assert state.params["w"].storage.addressable_shards[0].data.shape == (13, 1)
+
+
+# -- what stays whole --------------------------------------------------------------------------
+
+
+def test_arrays_up_to_64_kib_stay_whole():
+    strategy = dj.ShardedStrategy(partition="parameters")
+    with strategy.scope():
+        small, large = dj.Variable(jnp.zeros((128, 128))), dj.Variable(jnp.zeros((128, 129)))
+        count = dj.Variable(0)
+    optimizer = dj.optim.Optimizer(optax.adam(1.0))
+    optimizer.init([small, large])
+    (moment,) = (m for m in optimizer.state[0].mu if m.shape == small.shape)
+    for v in (small, moment):
+        assert v.describe().placement == "mirrored (not over 64.0 KiB)"
+    assert large.describe().placement == "partitioned on axis 0"
+    assert count.describe().placement == "mirrored"
+    text = str(dj.explain(lambda: small.value.sum() + large.value.sum(), strategy=strategy))
+    assert "mirrored (not over 64.0 KiB)" in text
+
+
+def test_the_threshold_can_be_set():
+    for options, kind in (
+        ({"min_split_bytes": 0}, "partitioned"),
+        ({"min_split_bytes": 63}, "partitioned"),
+        ({"min_split_bytes": 64}, "mirrored"),
+        ({"partitioner": dj.parts.FixedShards(8)}, "partitioned"),
+        ({"partitioner": dj.parts.FixedShards(8), "min_split_bytes": 64}, "mirrored"),
+    ):
+        strategy = dj.ShardedStrategy(partition="parameters", **options)
+        with strategy.scope():
+            assert dj.locality(dj.Variable(jnp.zeros(16))).kind == kind, options
+
+
+def test_a_slot_goes_with_its_variable():
+    """An int8 moment of a split variable is split, a wide one of a small variable too."""
+    strategy = dj.ShardedStrategy(partition="parameters")
+    with strategy.scope():
+        wide = dj.Variable(jnp.zeros((128, 136)))
+        with strategy.extended.colocate_vars_with(wide):
+            numbers = dj.Variable(jnp.zeros((128, 136), jnp.int8))
+            scale = dj.Variable(jnp.zeros(128))
+        narrow = dj.Variable(jnp.zeros((128, 136), jnp.bfloat16))
+        with strategy.extended.colocate_vars_with(narrow):
+            moment = dj.Variable(jnp.zeros((128, 136)))
+    kinds = [dj.locality(v).kind for v in (wide, numbers, scale, narrow, moment)]
+    assert kinds == ["partitioned", "partitioned", "mirrored", "mirrored", "partitioned"]
+
+
+def test_a_threshold_that_is_no_size():
+    with pytest.raises(ValueError, match="ShardedStrategy: min_split_bytes needs an int of 0 or"):
+        dj.ShardedStrategy(min_split_bytes=-1)

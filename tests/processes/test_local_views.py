@@ -320,7 +320,7 @@ def test_what_errors_advise_works_over_processes(group):
             "  Fix: pickle strategy.local_results(x), the values of this process; or, read on "
             "every process, strategy.reduce('mean', x)"
         )
-        assert "broadcast_to(v.value)), read on every process" in said["pickle of a variable"]
+        assert "broadcast(v.value)), read on every process" in said["pickle of a variable"]
         assert (
             "strategy.distribute_values_from_function(lambda ctx: x / "
             "len(strategy.extended.worker_devices))"

@@ -81,7 +81,7 @@ def _array_of(x: PyTree) -> jax.Array:
                 "visualize needs a PerReplica, a variable or a JAX array",
                 got=describe_value(array),
                 why="anything else lives on no device",
-                fix="strategy.extended.broadcast_to(x), or visualize what run returned; for a "
+                fix="strategy.broadcast(x), or visualize what run returned; for a "
                 "tree: jax.tree.map",
             )
         )

@@ -712,7 +712,7 @@ def _require_placed(
                 "it over them",
                 got=f"{describe_value(gradient)}, which lives elsewhere",
                 why="it is unclear whether it stands for one gradient or for R equal ones",
-                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(g); "
+                fix="return it from strategy.run, or place it: strategy.broadcast(g); "
                 "or average: Optimizer(tx, 'mean')",
             )
         )

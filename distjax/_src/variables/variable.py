@@ -430,7 +430,7 @@ class Variable:
     def _host_code(self) -> str:
         """Returns code for the whole value on the host."""
         if self.strategy.extended.topology.spans_processes:
-            return "jax.device_get(strategy.extended.broadcast_to(v.value)), read on every process"
+            return "jax.device_get(strategy.broadcast(v.value)), read on every process"
         return "jax.device_get(v.value)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:

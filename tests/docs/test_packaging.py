@@ -30,5 +30,5 @@ def test_a_name_that_is_not_there():
         with pytest.raises(AttributeError, match=f"attribute '{name}'; there is .*{hint}"):
             getattr(dj, name)
     with pytest.raises(AttributeError, match="^module 'distjax' has no attribute 'nothing'$") as e:
-        dj.nothing
+        _ = dj.nothing
     assert e.value.name == "nothing" and e.value.obj is dj  # "Did you mean ...?"

@@ -384,7 +384,7 @@ def _require_rate(rate: ArrayLike) -> None:
             message(
                 "dropout: rate needs to be at least 0 and less than 1",
                 got=str(outside[0]),
-                why="the elements that stay are scaled by 1 / (1 - rate)",
+                why="the elements that are kept are scaled by 1 / (1 - rate)",
                 fix="dj.layers.dropout(key, 0.1, x)",
             )
         )
@@ -406,8 +406,8 @@ def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
             message(
                 "dropout: x needs floating-point values",
                 got=describe_value(x),
-                why="the elements that stay are scaled by 1 / (1 - rate), and rounded to integers "
-                "their expectation would not be x",
+                why="the elements that are kept are scaled by 1 / (1 - rate), and rounded to "
+                "integers their expectation would not be x",
                 fix="dj.layers.dropout(key, rate, x.astype(jnp.float32))",
             )
         )

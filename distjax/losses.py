@@ -79,7 +79,7 @@ def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
             message(
                 "average_loss needs a loss for each example, [B, ...]",
                 got=describe_value(losses),
-                why="an already averaged loss does not carry its number of examples",
+                why="an averaged loss no longer shows how many examples it is the mean of",
                 fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
             )
         )

@@ -271,7 +271,7 @@ class Mean(Metric):
             weights is not None,
             f"weighted metric {self.name!r} needs weights",
             got="values alone",
-            why="a mean of values with and without weights is the mean of nothing",
+            why="a mean of weighted and unweighted values is meaningless",
             fix="metric.update(losses, weights=token_weights)",
             error=TypeError,
         )

@@ -232,7 +232,7 @@ def require_outside_traces(method: str) -> None:
         message(
             f"dj.{method} needs to be called outside of run, dj.jit and other traces",
             got=f"a call inside a trace, in {frames.current().name}",
-            why="it traces a step by itself",
+            why="it traces the step itself",
             fix=f"dj.{method}(step, x) where you would call step(x)",
         )
     )

@@ -80,7 +80,7 @@ def _array_of(x: PyTree) -> jax.Array:
             message(
                 "visualize needs a PerReplica, a variable or a JAX array",
                 got=describe_value(array),
-                why="anything else lives on no device",
+                why="only these are placed on devices",
                 fix="strategy.broadcast(x), or visualize what run returned; for a "
                 "tree: jax.tree.map",
             )

@@ -231,7 +231,7 @@ def _require_movable(objects: Sequence[Any], strategy: StrategyLike) -> None:
                     message(
                         f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
                         got=f"a {kind} with a value for each replica of {leaf.topology!r}",
-                        why="the replicas of another strategy are others, or another number",
+                        why="another strategy has other replicas, or another number of them",
                         fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
                     )
                 )

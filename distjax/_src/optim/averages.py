@@ -55,7 +55,7 @@ class ExponentialMovingAverage:
             is_number(decay) and 0 <= decay <= 1,
             "ExponentialMovingAverage needs a decay between 0 and 1",
             got=describe_value(decay),
-            why="it is the part of the average that stays at an update",
+            why="it is the weight of the old average in an update",
             fix="dj.optim.ExponentialMovingAverage(0.999)",
         )
         self._decay = float(decay)
@@ -94,7 +94,7 @@ class ExponentialMovingAverage:
                 is_wide,
                 "ExponentialMovingAverage.init needs variables of float32 or wider",
                 got=f"{variable.name!r} of {variable.dtype}",
-                why="an average stays where it is when its steps are less than its precision",
+                why="in a lower precision the updates of an average are rounded away",
                 fix="keep the parameters in float32, and cast them to bfloat16 in the step",
                 error=TypeError,
             )

@@ -377,7 +377,7 @@ def _pickle_text(value: PerReplica) -> str:
     return message(
         "a PerReplica needs to be wholly on this process to be pickled",
         got=f"{value.num_replicas} values, some of them on devices of other processes",
-        why="a part would pass for the whole",
+        why="a part would be taken for the whole",
         fix="pickle strategy.local_results(x), the values of this process; or, read on every "
         "process, strategy.reduce('mean', x)",
     )

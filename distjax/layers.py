@@ -1,12 +1,12 @@
 """Distribution-aware layers: batch normalization over the global batch, and dropout.
 
-The statistics take two all-reduces, not one: `mean(x^2) - mean(x)^2` cancels where the mean is
-large, and the result would differ from that on one device. A variable cannot be written inside
-`jax.grad`, so `normalize` returns them as an auxiliary result, and `update` writes them outside.
-A batch that keeps no example moves nothing, as an empty one in TensorFlow: its mean of 0 would pull
-the moving statistics there. `update` knows it by `Statistics.count`, which is equal on every
-replica if synchronized; to write the old values instead would make the statistics differ per
-replica, as far as a proof can tell.
+The statistics take two all-reduces instead of one, since `mean(x^2) - mean(x)^2` cancels if the
+mean is large, and the result would differ from that of one device. A variable cannot be written
+inside `jax.grad`, so `normalize` returns them as an auxiliary result, and `update` writes them
+outside. If the mask keeps no example, the moving statistics do not change, as with an empty batch
+in TensorFlow; its mean of 0 would pull them towards 0. `update` detects this by `Statistics.count`,
+which is equal on every replica if synchronized: writing back the old values would look, to the
+proof, like statistics that differ per replica.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, ContextError, describe_value, message
 
 __all__ = ["BatchNormalization", "Statistics", "batch_statistics", "dropout"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @jax.tree_util.register_dataclass

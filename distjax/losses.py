@@ -21,6 +21,10 @@ from distjax.errors import BatchError, describe_value, message
 __all__ = ["average_loss"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def average_loss(
     losses: jax.Array, mask: jax.Array | None = None, op: ReduceOpLike = "sum"
 ) -> jax.Array:

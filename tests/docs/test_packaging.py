@@ -25,6 +25,11 @@ def test_every_extra_is_documented():
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(extras["optional-dependencies"])
 
 
+def test_tab_completion_shows_what_is_public():
+    assert {"Callable", "jax"}.isdisjoint({*dir(dj), *dir(dj.layers), *dir(dj.metrics)})
+    assert dir(dj.losses) == ["average_loss"]
+
+
 def test_a_name_that_is_not_there():
     for name, hint in (("describe", "strategy.describe"), ("all_reduce", "replica_context()")):
         with pytest.raises(AttributeError, match=f"attribute '{name}'; there is .*{hint}"):

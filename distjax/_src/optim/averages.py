@@ -1,4 +1,4 @@
-"""A moving average of variables, kept beside them, and swapped in to evaluate."""
+"""A moving average of variables, placed like them, and swapped in for evaluation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from distjax.errors import ContextError, describe_value, message, require
 class ExponentialMovingAverage:
     """The moving average of variables: ``average <- decay * average + (1 - decay) * v``.
 
-    It starts with the values at `init`, as is usual for parameters. Each average lives as its
-    variable does: split where that is split. To save it, put it into the state of a
-    `dj.checkpoint.Checkpointer`. Of parameters that are arguments, `optax.incremental_update`
-    does it.
+    It starts with the values at `init`, as is usual for parameters. Each average is laid out like
+    its variable, split if that is split. To save it, add it to the tree that a
+    `dj.checkpoint.Checkpointer` saves. For parameters that are arguments, use
+    `optax.incremental_update`.
 
     Args:
-      decay: how much of the average stays at an update, between 0 and 1.
+      decay: the weight of the old average in an update, between 0 and 1.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -126,7 +126,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Generator[None]:
-        """Returns a context in which variables and averages have changed places: to evaluate.
+        """Returns a context in which variables and averages are swapped, for evaluation.
 
         Context: cross-replica or default, outside a step. Cost: a copy of all of them.
 

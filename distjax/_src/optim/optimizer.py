@@ -403,7 +403,8 @@ class Optimizer:
         """Updates the variables with the gradients accumulated since the last update, if any.
 
         For the end of an epoch or a run whose number of steps `accumulate_steps` does not divide:
-        the mean is that of the calls there were. Only for transformations without extra arguments.
+        the mean is over the calls since the last update. Only for transformations without extra
+        arguments.
 
         Locality: V(v) written. Context: any. Cost: as of a call that updates.
 

@@ -1,10 +1,18 @@
-"""distjax: the programming model of tf.distribute for JAX.
+"""distjax: data-parallel training in JAX, with the programming model of tf.distribute.
 
-Write a step as if for one replica; a strategy decides where replicas and variables
-live, and `merge_call` communicates across replicas.
+You write the training step for one replica; a strategy places the state, inserts the collectives
+and compiles the step for all replicas:
+
+    strategy = dj.MirroredStrategy()  # one replica per local device
+    for batch in strategy.distribute_dataset(batches):
+        losses = strategy.run(train_step, args=(model, optimizer, batch))
+
+"Locality:" in a docstring says where values live. T: one value per replica (a `PerReplica`); M: a
+mirrored value, equal on every replica; V(v): laid out like the variable v.
 """
 
 import importlib as _importlib
+import sys as _sys
 from typing import Any as _Any
 
 from distjax import diagnostics, errors, lax, testing
@@ -138,7 +146,11 @@ _LAZY = frozenset(
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f"distjax.{name}")
-    raise AttributeError(f"module 'distjax' has no attribute {name!r}")
+    owners = {"strategy": Strategy, "dj.get_replica_context()": ReplicaContext}
+    found = [f"{owner}.{name}" for owner, kind in owners.items() if hasattr(kind, name)]
+    hint = f"; there is {' and '.join(found)}" if found else ""
+    text = f"module 'distjax' has no attribute {name!r}{hint}"
+    raise AttributeError(text, name=name, obj=_sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

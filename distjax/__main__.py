@@ -17,17 +17,26 @@ _COMMANDS = {
     "doctor": "launch.doctor",
 }
 
+_HELP = """usage: distjax COMMAND [options]; distjax COMMAND --help
+
+  launch  start the processes of a training job, and restart them after a failure
+  plan    find out whether a training step fits devices that you do not have
+  info    print versions and devices, for a bug report
+  doctor  check the processes, clocks, memory and network of a cluster"""
+
 
 def main() -> None:
     """Runs the subcommand that the command line names, and ends with its exit code."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(_HELP)
+        sys.exit(0)
     if name not in _COMMANDS:
         refuse(
             f"distjax needs one of its commands: {', '.join(_COMMANDS)}",
             got=name or "none",
-            why="launch starts a job, plan compiles a step for devices that are not there, info "
-            "describes an installation, doctor says what is wrong",
-            fix="distjax launch --processes 2 train.py; distjax launch --help",
+            why="each command has options of its own",
+            fix="distjax --help; distjax launch --processes 2 train.py",
         )
     if os.getpid() == 1 and name == "launch":  # of a container: somebody has to reap
         sys.exit(be_init(sys.argv[1:]))

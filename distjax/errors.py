@@ -1,7 +1,7 @@
 """The errors of distjax, the one function that builds their messages, and common checks.
 
-Every message has four parts: what was expected, in the user's own names; what came
-instead; why; and the fix, as code. The first line makes sense on its own.
+Every message has four parts: what was expected, with the user's names; what was there instead;
+why that is wrong; and the fix, as code. The first line makes sense on its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs of several processes: a loop that survives, and processes started from a notebook.
+"""Jobs of several processes: a loop that resumes, and processes started from a notebook.
 
 `python -m distjax launch` starts them from a shell; see the guide on jobs.
 """

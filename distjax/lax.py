@@ -1,4 +1,4 @@
-"""JAX's control flow in which variables may be written and `merge_call` may stand."""
+"""JAX's control flow, in whose bodies variables may be written and `merge_call` called."""
 
 from distjax._src.replica.lax import cond, fori_loop, scan, switch, while_loop
 

@@ -1,12 +1,12 @@
 """Distribution-aware layers: batch normalization over the global batch, and dropout.
 
-The statistics take two all-reduces, not one: `mean(x^2) - mean(x)^2` cancels where the mean is
-large, and the result would differ from that on one device. A variable cannot be written inside
-`jax.grad`, so `normalize` returns them as an auxiliary result, and `update` writes them outside.
-A batch that keeps no example moves nothing, as an empty one in TensorFlow: its mean of 0 would pull
-the moving statistics there. `update` knows it by `Statistics.count`, which is equal on every
-replica if synchronized; to write the old values instead would make the statistics differ per
-replica, as far as a proof can tell.
+The statistics take two all-reduces instead of one, since `mean(x^2) - mean(x)^2` cancels if the
+mean is large, and the result would differ from that of one device. A variable cannot be written
+inside `jax.grad`, so `normalize` returns them as an auxiliary result, and `update` writes them
+outside. If the mask keeps no example, the moving statistics do not change, as with an empty batch
+in TensorFlow; its mean of 0 would pull them towards 0. `update` detects this by `Statistics.count`,
+which is equal on every replica if synchronized: writing back the old values would look, to the
+proof, like statistics that differ per replica.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, ContextError, describe_value, message, require_int
 
 __all__ = ["BatchNormalization", "Statistics", "batch_statistics", "dropout"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @jax.tree_util.register_dataclass
@@ -381,7 +385,7 @@ def _require_rate(rate: ArrayLike) -> None:
             message(
                 "dropout: rate needs to be at least 0 and less than 1",
                 got=str(outside[0]),
-                why="the elements that stay are scaled by 1 / (1 - rate)",
+                why="the elements that are kept are scaled by 1 / (1 - rate)",
                 fix="dj.layers.dropout(key, 0.1, x)",
             )
         )
@@ -403,8 +407,8 @@ def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
             message(
                 "dropout: x needs floating-point values",
                 got=describe_value(x),
-                why="the elements that stay are scaled by 1 / (1 - rate), and rounded to integers "
-                "their expectation would not be x",
+                why="the elements that are kept are scaled by 1 / (1 - rate), and rounded to "
+                "integers their expectation would not be x",
                 fix="dj.layers.dropout(key, rate, x.astype(jnp.float32))",
             )
         )

@@ -20,6 +20,10 @@ from distjax.errors import BatchError, describe_value, message
 __all__ = ["average_loss"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def average_loss(
     losses: jax.Array, mask: jax.Array | None = None, op: ReduceOpLike = "sum"
 ) -> jax.Array:
@@ -78,7 +82,7 @@ def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
             message(
                 "average_loss needs a loss for each example, [B, ...]",
                 got=describe_value(losses),
-                why="an already averaged loss does not carry its number of examples",
+                why="an averaged loss no longer shows how many examples it is the mean of",
                 fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
             )
         )

@@ -2,13 +2,12 @@
 
 The totals are sync-on-read variables: `update` runs at every step and needs no communication;
 `result` runs rarely and all-reduces once per total. Counts are integers: a float32 count stops
-growing at 2^24 examples. Totals are read and reset together: at parameter servers closures add to
-them meanwhile, so `result` and `reset` pause these. One total with a batch and another without it
-are the mean of nothing.
+growing at 2^24 examples. Totals have to be read and reset together, or their ratio is meaningless:
+under parameter servers, where closures may add to them, `result` and `reset` pause the workers.
 
-In cross-replica context a PerReplica is added component by component and a mirrored array as R
-equal copies, so proving a value equal does not change a metric. A host value is one batch and
-counts once. A JAX array that is not on the replicas could be either, and is rejected.
+In cross-replica context, a PerReplica is added component by component, and a mirrored array as R
+equal copies, so that proving a value equal does not change a metric. A host value is one batch and
+counts once. A JAX array that is not on the replicas could be either, so it is rejected.
 """
 
 from __future__ import annotations
@@ -41,6 +40,10 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message, require
 
 __all__ = ["Accuracy", "Mean", "Metric", "Sum"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 class Metric(abc.ABC):
@@ -273,7 +276,7 @@ class Mean(Metric):
             weights is not None,
             f"weighted metric {self.name!r} needs weights",
             got="values alone",
-            why="a mean of values with and without weights is the mean of nothing",
+            why="a mean of weighted and unweighted values is meaningless",
             fix="metric.update(losses, weights=token_weights)",
             error=TypeError,
         )

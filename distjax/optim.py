@@ -1,4 +1,4 @@
-"""Optimizers: any optax transformation, its state placed beside the variables."""
+"""Optimizers: any optax transformation, with its state placed like the variables."""
 
 from distjax._src.optim.averages import ExponentialMovingAverage
 from distjax._src.optim.optimizer import Optimizer, reduce_gradients

@@ -1,4 +1,4 @@
-"""Parts for building custom strategies: as public as the top-level package.
+"""Parts for building custom strategies.
 
 A strategy is a `dj.Strategy` around a `StrategyExtended`, which takes a topology
 (which devices, how many replicas) and a placement (where variables live). A

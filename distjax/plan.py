@@ -1,4 +1,4 @@
-"""Know before paying: what a step needs and does on devices that need not be there."""
+"""Know before paying: what a step needs and does on devices that you do not have."""
 
 from distjax._src.plan.planning import plan
 from distjax._src.plan.report import (

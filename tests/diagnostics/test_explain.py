@@ -1,11 +1,15 @@
 """dj.explain says what a step proves and costs, and changes nothing."""
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import distjax as dj
@@ -329,6 +333,14 @@ def test_an_error_of_the_users_keeps_its_type_and_gets_a_hint(several):
     assert any(note.endswith("strategy=strategy)") for note in error.value.__notes__)
 
 
+def test_args_as_in_run(several):
+    with pytest.raises(TypeError) as error:
+        dj.explain(lambda x: x, args=(ids(several),), strategy=several)
+    assert (
+        "Call it like the step: dj.explain(step, x, y, strategy=strategy)" in error.value.__notes__
+    )
+
+
 def test_pictures(several):
     def replica(x):
         return {"<b>": dj.get_replica_context().all_reduce("sum", x)}
@@ -350,3 +362,61 @@ def test_an_array_with_a_row_for_each_replica_is_pointed_out(pair):
     assert wrapped.possible_rows == () and "as many rows" not in str(wrapped)
     lone = dj.explain(step, {"x": rows[:1], "y": other}, 1, strategy=dj.VirtualStrategy(1))
     assert lone.possible_rows == ()
+
+
+# -- a screen -------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.norm(self.dense(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.out = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def train(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, dj.get_replica_context().all_reduce("mean", grads))
+    return {"loss": loss}
+
+
+def test_a_module_fits_a_screen():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    (x,) = strategy.distribute_dataset([np.ones((4, 8), np.float32)])
+    found = dj.explain(train, model, optimizer, x, strategy=strategy)
+    lines = str(found).splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 100, str(found)
+    rows = [" ".join(line.split()) for line in lines]
+    assert "argument model (26), optimizer (38) M" in rows
+    assert any(row.startswith("18 all-reduce") for row in rows)
+    reasons = dict(row.split(" T ") for row in rows if " T " in row)
+    assert {"['loss']", "Model.blocks.*.norm.mean (4) and 1 more"} == {*reasons}
+    assert reasons["['loss']"].startswith("x -> ... -> test_explain.py:")
+    assert not any("[2][" in path for run in found.runs for path, *_ in run.why)
+    whole = str(dataclasses.replace(found, full=True)).splitlines()
+    assert sum("all-reduce" in line for line in whole) > 18 and len(whole) > 150
+
+
+def test_full_and_the_name_of_a_partial(pair):
+    def step(scale, x):
+        return scale * x
+
+    compiled = pair.jit(functools.partial(step, 2.0))
+    short, long = (dj.explain(compiled, ids(pair), full=full) for full in (False, True))
+    assert long.full and not short.full and long.name.endswith("<locals>.step")
+    assert json.loads(long.to_json()) == json.loads(short.to_json())

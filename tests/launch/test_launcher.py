@@ -514,3 +514,11 @@ def test_a_command_that_is_unknown():
     )
     assert ended.returncode == 2
     assert "distjax needs one of its commands: launch, plan, info, doctor." in ended.stderr
+
+
+def test_help_lists_the_commands():
+    ended = subprocess.run(
+        [sys.executable, "-m", "distjax", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0 and not ended.stderr
+    assert ended.stdout.startswith("usage: distjax COMMAND") and "  doctor  check" in ended.stdout

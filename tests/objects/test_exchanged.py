@@ -94,8 +94,8 @@ def test_the_text():
     assert str(caught.value) == (
         "Held.swap needs to leave what it captures in its place.\n"
         "  Got: in self.one what was in self.two before.\n"
-        "  Why: a compiled step does not run its Python code again: they would be exchanged in the "
-        "trace, and at no later call.\n"
+        "  Why: the Python code of a compiled step does not run again: they would be swapped "
+        "while it is traced, and at no later call.\n"
         "  Fix: exchange them between two calls of Held.swap; or exchange the values of variables: "
         "a, b = v.value, w.value; v.assign(b); w.assign(a)"
     )

@@ -140,8 +140,9 @@ def test_a_traced_value_left_in_an_object(pair):
         "test_a_traced_value_left_in_an_object.<locals>.step needs to return what it computes, or "
         "to assign it to variables.",
         "  Got: a traced value of type float32[3] in state.w.",
-        "  Why: a compiled step does not run its Python code again: nothing more would be written "
-        "there, and a traced value is of no use outside of its trace.",
+        "  Why: the Python code of a compiled step does not run again, so "
+        "nothing would be written at later calls, and a traced value is useless"
+        " outside of its trace.",
         "  Fix: pass the value and return the new one, or make it a variable: "
         "state.w = dj.Variable(...), and state.w.assign(...) in the step",
     ]
@@ -347,6 +348,7 @@ def test_a_traced_value_in_an_object_among_the_results(pair):
     assert str(caught.value).splitlines()[0].endswith("needs to return arrays, or pytrees of them.")
     assert str(caught.value).splitlines()[1:] == [
         "  Got: an object with a traced value of type float32[3] in Record.w.",
-        "  Why: JAX does not know its class, so its arrays are no results of the compiled program.",
+        "  Why: JAX does not know its class, so its arrays are not results of the compiled "
+        "program.",
         "  Fix: @jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays",
     ]

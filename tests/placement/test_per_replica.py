@@ -69,8 +69,8 @@ def test_r257_arithmetic_is_refused(pair, name):
     assert text == (
         f"{SUBJECTS.get(name, 'an operator')} needs one value, not one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape (2,).\n"
-        "  Why: nothing says how the values combine; a replica has a value of its own only of an "
-        "argument.\n"
+        "  Why: it holds a value for each replica, and nothing says which is meant or how to "
+        "combine them.\n"
         "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); "
         "strategy.local_results(x) for each of them; or use it inside strategy.run(fn, args=(x,))"
         + of_dataset
@@ -86,8 +86,8 @@ def test_an_attribute_of_an_array_is_refused_by_name(pair, name):
     assert str(info.value) == (
         f"'PerReplica' object has no attribute '{name}': it is one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape ().\n"
-        "  Why: nothing says how the values combine; a replica has a value of its own only of an "
-        "argument.\n"
+        "  Why: it holds a value for each replica, and nothing says which is meant or how to "
+        "combine them.\n"
         "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); x.stacked, the array "
         f"[R, ...] of all of them, has '{name}'"
     )
@@ -137,7 +137,7 @@ def test_a_function_of_jax_is_told_what_to_do(pair, name):
     assert str(info.value) == (
         "a function of JAX needs one value, not one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape (2,).\n"
-        "  Why: it is not said whether the values are rows of one batch, or to be combined.\n"
+        "  Why: the values may be rows of one batch, or may have to be combined.\n"
         "  Fix: strategy.run(fn, args=(x,)), where fn sees the value of its replica; "
         "x.map(jnp.exp) for the value of each; strategy.reduce('mean', x) for one value; x.stacked "
         "for all, [R, ...]"
@@ -479,3 +479,9 @@ def test_a_copy_in_a_checkpoint(pair, duplicate, checkpointer):
     assert np.asarray(onto_host.stacked).tolist() == [0, 1]
     assert not onto_host.topology.is_placed
     assert local(pair, onto_replicas) == [0, 1]
+
+
+def test_a_large_value_is_shown_by_its_type(pair):
+    x = per_replica(pair, [np.ones((10, 10), np.float32)] * 2)
+    assert [line.split(": ")[1] for line in repr(x).splitlines()[1:-1]] == ["float32[10, 10]"] * 2
+    assert "float32[10, 10]" in x._repr_html_()

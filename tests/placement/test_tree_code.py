@@ -217,7 +217,7 @@ def test_the_error_and_its_ways_out(pair):
         "  Why: it was computed from the array [R, ...] of a PerReplica, as jax.tree.map and "
         "jax.tree.leaves see it, and each replica would get all of it.\n"
         "  Fix: strategy.per_replica(x) if row r is the value of replica r; strategy.first(x) if "
-        "the rows are equal; strategy.extended.broadcast_to(x) if all of it is one value"
+        "the rows are equal; strategy.broadcast(x) if all of it is one value"
     )
     rows = rows_of(pair)
     for wrap in (lambda f: f, dj.jit):
@@ -334,7 +334,7 @@ def test_what_a_step_or_a_reduction_gives_is_one_value(any_strategy):
             any_strategy.reduce("sum", b),
             any_strategy.gather(b, axis=0),
             any_strategy.first(b),
-            any_strategy.extended.broadcast_to(b.stacked),
+            any_strategy.broadcast(b.stacked),
             any_strategy.local_results(b)[0],
             v.value,
         ]

@@ -339,7 +339,7 @@ def test_arrays_of_one_process_are_no_part_of_a_job(group, tmp_path):
         assert [text.splitlines()[0] for text in texts] == [
             f"save of {name!r} needs an array of all processes." for name in ("x", "key")
         ]
-        assert "Fix: strategy.extended.broadcast_to(x)" in texts[0]
+        assert "Fix: strategy.broadcast(x)" in texts[0]
         assert restored == saved
 
 

@@ -316,11 +316,11 @@ def test_what_errors_advise_works_over_processes(group):
         assert said["pickle"] == (
             "LocalityError: a PerReplica needs to be wholly on this process to be pickled.\n"
             "  Got: 4 values, some of them on devices of other processes.\n"
-            "  Why: a part would pass for the whole.\n"
+            "  Why: a part would be taken for the whole.\n"
             "  Fix: pickle strategy.local_results(x), the values of this process; or, read on "
             "every process, strategy.reduce('mean', x)"
         )
-        assert "broadcast_to(v.value)), read on every process" in said["pickle of a variable"]
+        assert "broadcast(v.value)), read on every process" in said["pickle of a variable"]
         assert (
             "strategy.distribute_values_from_function(lambda ctx: x / "
             "len(strategy.extended.worker_devices))"

@@ -300,7 +300,7 @@ def test_python_objects_need_a_hash(pair):
     lines = str(caught.value).splitlines()
     assert lines[0] == "argument x needs an array, a number or a hashable object."
     assert lines[2:] == [
-        "  Why: a Python object is part of what a compiled program is looked up by.",
+        "  Why: a Python object is part of the key under which a compiled program is cached.",
         "  Fix: @jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; "
         "without arrays: make it hashable",
     ]

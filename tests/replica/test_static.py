@@ -76,7 +76,7 @@ def test_what_cannot_be_hashed(value):
     kind = "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
     assert lines[1].startswith(f"  Got: {kind} ")
     assert lines[2:] == [
-        "  Why: it is part of what a compiled program is looked up by.",
+        "  Why: it is part of the key under which a compiled program is cached.",
         "  Fix: pass arrays as they are: they are inputs of the program; a list as a tuple: "
         "dj.static(tuple(x))",
     ]

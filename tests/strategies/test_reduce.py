@@ -396,7 +396,7 @@ def test_broadcast_of_what_is_no_number_is_refused(pair, value):
         "broadcast_to needs arrays and numbers.\n"
         f"  Got: {describe_value(value)}.\n"
         "  Why: devices hold nothing else.\n"
-        "  Fix: strategy.extended.broadcast_to(...) of the arrays alone"
+        "  Fix: strategy.broadcast(...) of the arrays alone"
     )
 
 

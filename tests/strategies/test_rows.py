@@ -173,7 +173,7 @@ def text(where):
         "  Why: its rows may be values of the replicas, as after pmap, or copies of one value, or "
         "all of it may be one value.\n"
         "  Fix: strategy.per_replica(x) if row r is the value of replica r; strategy.first(x) if "
-        "the rows are equal; strategy.extended.broadcast_to(x) if all of it is one value"
+        "the rows are equal; strategy.broadcast(x) if all of it is one value"
     )
 
 

@@ -260,7 +260,7 @@ class Checkpointer:
                 f"{self.directory!r} needs a complete checkpoint"
                 + ("" if step is None else f" of step {step}"),
                 got=f"the steps {', '.join(map(str, steps))}" if steps else "none",
-                why="a step that was not complete when its process ended is not there",
+                why="a step whose save did not finish does not count",
                 fix="checkpointer.save(step, tree) first; `if checkpointer.latest_step() is not "
                 "None` says whether there is one",
             )
@@ -272,7 +272,7 @@ class Checkpointer:
             latest is None or step > latest,
             f"save needs a step after the latest one in {self.directory!r}, {latest}",
             got=f"step {step}",
-            why="the latest step is where a run resumes, and steps are not written over",
+            why="the latest step is where a run resumes, and steps are never overwritten",
             fix=f"checkpointer.delete({latest}) and those down to {step} to start again from "
             "there; or another directory",
             error=CheckpointError,

@@ -137,8 +137,8 @@ def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
             got=describe_value(value),
             why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
             "objects, iterators with get_state and set_state, and objects with such attributes",
-            fix="leave it out of the tree, or give its class a method kept_variables() that "
-            "returns a tree of the variables in it",
+            fix="of a dataset, its iterator: iter(dataset); otherwise leave it out of the tree, or "
+            "give its class a method kept_variables() that returns a tree of the variables in it",
         )
     )
 
@@ -245,7 +245,7 @@ class ArrayLeaf(Leaf):
             f"save of {self.key!r} needs an array of all processes",
             got=f"{describe_value(self.value)} on devices of this process alone",
             why="every process has one of its own, and the checkpoint of a job has one",
-            fix="strategy.extended.broadcast_to(x) where it is the same on all of them; "
+            fix="strategy.broadcast(x) where it is the same on all of them; "
             "a checkpoint of this process alone: Checkpointer(directory, local=True)",
             error=CheckpointError,
         )

@@ -209,8 +209,8 @@ def _difference_text(wrong: Mapping[str, list[str]], where: str) -> str:
     return message(
         f"{where} needs to hold what the tree has, key by key",
         got="keys missing in the checkpoint, extra in it, or different:" + "".join(lines),
-        why="a value that is left out, or cut to another shape, would be a silent error. Nothing "
-        "has been changed",
+        why="leaving out or reshaping a value silently would hide an error. "
+        "Nothing has been changed",
         fix="restore(tree, partial=True) leaves missing and extra keys alone, "
         "restore(tree, rename={'old': 'new'}) moves keys; shapes have to be those that were saved",
     )
@@ -221,7 +221,7 @@ def _nothing_text(wanted: Iterable[str], names: Iterable[str], where: str) -> st
         f"a partial restore needs a key that both the tree and {where} have",
         got=f"{_list_keys(sorted(wanted))} in the tree; {_list_keys(sorted(names))} in the "
         "checkpoint",
-        why="nothing would be restored, and nothing would say so",
+        why="nothing would be restored, silently",
         fix="give the tree the structure that was saved, or restore(tree, partial=True, "
         "rename={'old': 'new'})",
     )

@@ -147,7 +147,7 @@ def require_gather_axis(ndim: int, axis: object, method: str) -> None:
             if ndim
             else f"{method} needs a value with at least one axis",
             got=f"axis {describe_value(axis)} of a value with {ndim} axes",
-            why="the replicas' values are put end to end along an axis that they have",
+            why="the replicas' values are concatenated along one of their axes",
             fix=f"{method}(value, axis=0)"
             if ndim
             else f"{method}(x[None], axis=0); of a PerReplica: x.map(lambda value: value[None])",

@@ -125,7 +125,7 @@ def as_communication_options(options: object) -> CommunicationOptions:
         message(
             "communication needs a dj.CommunicationOptions, or None",
             got=describe_value(options),
-            why="the options are checked together, where they are written",
+            why="the options are one object, which is checked when it is created",
             fix="communication=dj.CommunicationOptions(bytes_per_pack=4 * 2**20)",
         )
     )

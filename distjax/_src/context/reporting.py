@@ -152,7 +152,7 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
         message(
             "expect needs a reason in words",
             got=describe_value(reason),
-            why="it tells the reader, and dj.explain, that what looks wrong is meant",
+            why="it tells readers, and dj.explain, that what looks wrong is intended",
             fix='dj.expect("each replica has an environment of its own", differs=env)',
         )
     )

@@ -98,7 +98,7 @@ def as_input_options(options: object, method: str) -> InputOptions:
         message(
             f"{method} needs options=dj.InputOptions(...) or None",
             got=describe_value(options),
-            why="the options are checked together, where they are written",
+            why="the options are one object, which is checked when it is created",
             fix=f"strategy.{method}(..., dj.InputOptions(partial='drop'))",
         )
     )

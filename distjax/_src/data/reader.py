@@ -100,7 +100,7 @@ def require_position_of(process: list[int] | None, state: object) -> None:
         message(
             f"set_state needs a position of {_readers(process)}, not of {_readers(saved)}",
             got=describe_value(state),
-            why="what was read of data that each process has of its own says nothing of others'",
+            why="each process has its own data, so the position of one does not apply to another",
             fix="resume with as many processes, or let all read the same global batches: "
             "strategy.distribute_dataset(batches), whose position holds for any number",
         )
@@ -409,7 +409,8 @@ def _require_same(element: HostTree, checksum: int, needed: str, number: int) ->
             got=f"another order, other values or batches of another size (now "
             f"{element.leading_size}) than when the state was taken, from {number + 1} elements "
             "that were read again",
-            why="the loop would go on elsewhere: some examples would come twice, others never",
+            why="the loop would continue elsewhere in the data: some examples would come twice, "
+            "others never",
             fix="batches of the same size; and let the dataset derive its order, and all that it "
             "draws, from its own state if it has one, else from the epoch: def set_epoch(self, "
             "epoch): self.random = np.random.default_rng((self.seed, epoch)); or "
@@ -453,7 +454,7 @@ def _one_shot_text(dataset: object) -> str:
         "set_state needs a dataset that can be iterated again, or whose iterator has "
         "get_state and set_state",
         got=f"a {type(dataset).__name__} that is its own iterator and has been read from",
-        why="what it has given is gone, so the same element cannot be reached again",
+        why="its earlier elements are gone, so it cannot be read up to the same position",
         fix="pass an iterable (a list, a dataset, a class with __iter__); or set the state before "
         "the first element is read",
     )

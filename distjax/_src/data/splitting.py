@@ -120,8 +120,8 @@ class GlobalBatches(Splitter):
                 f"{name} needs a number of examples that {r} replicas divide",
                 got=f"{size} examples: {size // r} per replica and {size % r} left over",
                 why="all replicas run one program, so their batches have one shape",
-                fix="dj.InputOptions(partial='pad') for batches filled up, with a mask; or "
-                + other,
+                fix="distribute_dataset(..., dj.InputOptions(partial='pad')), which pads batches "
+                "and gives dj.Batch(data, mask); or " + other,
             )
         )
 

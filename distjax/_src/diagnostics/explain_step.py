@@ -33,6 +33,7 @@ from distjax._src.diagnostics.explanation import (
 )
 from distjax._src.lint import layer
 from distjax._src.lint.between_runs import is_own, recall
+from distjax._src.objects.stateful import written_names
 from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
 from distjax._src.program.jit import (
@@ -86,7 +87,12 @@ class CutsSteps(Protocol):
 
 
 def explain(
-    fn: Callable[..., Any], /, *args: PyTree, strategy: Strategy | None = None, **kwargs: PyTree
+    fn: Callable[..., Any],
+    /,
+    *args: PyTree,
+    strategy: Strategy | None = None,
+    full: bool = False,
+    **kwargs: PyTree,
 ) -> Explanation:
     """Returns what a step communicates, costs and proves; runs and changes nothing.
 
@@ -97,6 +103,8 @@ def explain(
         `strategy.run`; or, with `strategy`, a replica function.
       *args: its arguments, as in a call.
       strategy: the strategy whose replicas run ``fn``.
+      full: print a line for each array and collective, however many there are; otherwise what
+        does not fit a screen is grouped by line and by module.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -142,6 +150,7 @@ def explain(
         findings=tuple(notes.findings),
         possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
         cut=cutting.describe_cut(fn, args, kwargs) if cutting else None,
+        full=full,
     )
 
 
@@ -188,6 +197,8 @@ def explaining_context(
         yield
     except Exception as error:
         keep_user_lines(error)
+        if "unexpected keyword argument 'args'" in str(error):
+            error.add_note(f"Call it like the step: dj.{method}(step, x, y, strategy=strategy)")
         if strategy is None and _is_cross_replica(arguments) and not isinstance(fn, _COMPILED):
             error.add_note(_cross_replica_note(function_name(fn), method))
         raise
@@ -218,7 +229,7 @@ def require_outside_traces(method: str) -> None:
         message(
             f"dj.{method} needs to be called outside of run, dj.jit and other traces",
             got=f"a call inside a trace, in {frames.current().name}",
-            why="it traces a step by itself",
+            why="it traces the step itself",
             fix=f"dj.{method}(step, x) where you would call step(x)",
         )
     )
@@ -369,17 +380,18 @@ class Notes:
             facts = described[layer.describe]
             differ = (fact is not None and fact.differs for fact in facts)
             results = [(path, x or y) for (path, x), y in zip(results, differ, strict=False)]
-        self.reads, self.writes, self.results = reads, writes, _letters(results)
+        self.reads, self.writes, self.results = reads, writes, _letters(_with_names(results))
 
     def on_proved(self, run: TracedRun, why: Sequence[tuple[str, bool, str]]) -> None:
         """Records what was proved about one replica function."""
         given, line, count = run.given, self._calling_line(), run.topology.num_replicas
         if run.topology.model_axes and run.topology.mesh is not None:
             self.axis_sizes = dict(run.topology.mesh.shape)
-        reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
+        reasons = tuple((p, "T" if varying else "M", text) for p, varying, text in _with_names(why))
         args = _letters([(p, x.varying) for p, x in zip(given.paths, given.values, strict=True)])
         paths = run.traced.result.paths
-        results = _letters([(p, x.varying) for p, x in zip(paths, run.results, strict=True)])
+        proofs = [(path, x.varying) for path, x in zip(paths, run.results, strict=True)]
+        results = _letters(_with_names(proofs))
         self.runs[RunProof(given.name, count, line, args, results, reasons)] = None
 
     def on_segment(
@@ -423,6 +435,15 @@ class Notes:
         scopes = "/".join(map(merge_scope, self._open_merges))
         frames = list(user_lines.calling_frames())
         return user_line(frames, scopes, self.merge_lines) or user_lines.UNKNOWN
+
+
+def _with_names(told: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Returns what was told about results, with the user's name of each array of an object."""
+    names = written_names()
+    if not names:
+        return list(told)
+    # A step with objects returns (the user's results, what became of the objects, their arrays).
+    return [(names.get(path, path.removeprefix("[0]")), *rest) for path, *rest in told]
 
 
 def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:

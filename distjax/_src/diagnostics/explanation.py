@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from distjax._src.context import Finding
@@ -14,6 +14,14 @@ from distjax._src.diagnostics.collectives import (
     CollectiveCount,
     collective_table,
     count_by_kind,
+)
+from distjax._src.diagnostics.screen import (
+    first_rows,
+    fits_screen,
+    group_by,
+    name_together,
+    short_lines,
+    short_reason,
 )
 from distjax._src.tables import Table, as_html, as_text, format_bytes
 
@@ -110,7 +118,8 @@ class Cut(Protocol):
 class Explanation:
     """What a step does, found by tracing and compiling it without running it.
 
-    ``print`` it, or show it in a notebook.
+    ``print`` it, or show it in a notebook. What does not fit a screen is grouped: collectives by
+    their line, values by module and by the reason for what was proved about them.
 
     Attributes:
       name: the name of the function.
@@ -134,6 +143,7 @@ class Explanation:
         replica sees whole; see `Strategy.per_replica`.
       cut: under `ParameterServerStrategy`, which parts of the step run on workers and
         servers, and what they exchange; else None.
+      full: whether the text has a line for each array and collective, however many there are.
     """
 
     name: str
@@ -149,6 +159,7 @@ class Explanation:
     possible_rows: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     cut: Cut | None = None
+    full: bool = False
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
@@ -166,7 +177,7 @@ class Explanation:
         Args:
           indent: spaces to indent by; None: one line.
         """
-        return json.dumps(dataclasses.asdict(self), indent=indent)
+        return json.dumps(dataclasses.asdict(self) | {"full": True}, indent=indent)
 
     def diff(self, other: Explanation) -> ExplanationDiff:
         """Returns how another step differs in reductions, proofs and findings.
@@ -192,6 +203,38 @@ class Explanation:
         return as_html(list(self._tables()))
 
     def _tables(self) -> Iterator[Table]:
+        whole = list(self._whole())
+        yield from whole if self.full or fits_screen(whole) else self._grouped()
+
+    def _grouped(self) -> Iterator[Table]:
+        """Yields the tables with what is alike in one line."""
+        yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
+        yield _collectives_by_line("as written:", self.written)
+        if self.compiled != self.written:
+            yield _collectives_by_line("compiled:", self.compiled)
+        yield Table("on one device:", (), self._costs())
+        rows = [("argument", *row, "") for row in _by_letter(self.arguments.items())]
+        if len(self.runs) != 1:
+            rows += [("result", *row, "") for row in _by_letter(self.results.items())]
+        yield Table(_PROVED, (), first_rows(rows))
+        for run in self.runs:
+            caption = f"why, in the run of {run.function} on {run.num_replicas} replicas:"
+            yield Table(caption, (), first_rows(list(_by_reason(run.why))))
+        uses = [
+            (name_together([u[0] for u in group], _others(self._uses(), group)), *group[0][1:])
+            for group in group_by(self._uses(), lambda use: use[1:])
+        ]
+        if uses:
+            yield Table("variables:", ("name", "", "lives", "use"), first_rows(uses))
+        for table in self._hints():
+            rows = [tuple(map(short_lines, row)) for row in dict.fromkeys(table.rows)]
+            yield Table(table.caption, table.header, first_rows(rows))
+        if self.cut is not None:
+            yield from self.cut.tables()
+        yield Table("a line for each array and collective: dj.explain(..., full=True)")
+
+    def _whole(self) -> Iterator[Table]:
+        """Yields the tables with a line for each array and collective."""
         yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
         among = "" if self.cut is None else ", over the devices of each worker"
         yield collective_table(f"as written{among}:", self.written)
@@ -204,6 +247,12 @@ class Explanation:
             yield Table("why:", ("", "", ""), tuple(why))
         if self.variables:
             yield Table("variables:", ("name", "", "lives", "use"), self._uses())
+        yield from self._hints()
+        if self.cut is not None:
+            yield from self.cut.tables()
+
+    def _hints(self) -> Iterator[Table]:
+        """Yields the tables of what may be wrong."""
         if self.equal_reductions:
             yield Table(
                 "reductions of what is equal on every replica already (a sum is R times the "
@@ -222,8 +271,6 @@ class Explanation:
         if self.findings:
             found = tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)
             yield Table("found:", ("level", "", "line", "meant, since"), found)
-        if self.cut is not None:
-            yield from self.cut.tables()
 
     def _counts(self) -> tuple[tuple[str, ...], ...]:
         written, compiled = self.written_counts, self.compiled_counts
@@ -258,6 +305,41 @@ class Explanation:
             (v.name, v.locality, v.placement, words[v.is_read, v.is_written])
             for v in self.variables
         )
+
+
+def _collectives_by_line(caption: str, collectives: Sequence[Collective]) -> Table:
+    rows = []
+    for group in group_by(collectives, lambda c: (c.kind, c.over, c.source)):
+        each, total = group[0], sum(c.result_bytes for c in group)
+        over = f" over {each.over}" if each.over else ""
+        line = short_lines(each.source)
+        rows.append((total, (f"{len(group)} {each.kind}{over}", format_bytes(total), line)))
+    rows.sort(key=lambda row: -row[0])
+    return Table(caption, ("", "bytes", "line"), first_rows([row for _, row in rows]))
+
+
+def _by_letter(proofs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yields what is proved equal, and what is not, each in one row: (names, letter)."""
+    proofs = list(proofs)
+    for group in group_by(proofs, lambda proof: proof[1]):
+        yield name_together(_names(group), _others(proofs, group), 60), group[0][1]
+
+
+def _by_reason(why: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Yields (names, letter, reason), those with a value per replica first."""
+    short = [(path, letter, short_reason(text)) for path, letter, text in why]
+    why = sorted(short, key=lambda each: each[1] == "M")
+    for group in group_by(why, lambda each: each[1:]):
+        yield (name_together(_names(group), _others(why, group)), *group[0][1:])
+
+
+def _names(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [row[0].removesuffix(".value") or "the result" for row in rows]
+
+
+def _others(rows: Iterable[tuple[str, ...]], group: Sequence[tuple[str, ...]]) -> list[str]:
+    own = {id(row) for row in group}
+    return _names(row for row in rows if id(row) not in own)
 
 
 def _count_text(count: CollectiveCount | None) -> str:

@@ -129,7 +129,7 @@ class SummaryWriter:
                 message(
                     f"SummaryWriter: formats needs names among {', '.join(FORMATS)}",
                     got=describe_value(formats),
-                    why="each format is written in a way of its own",
+                    why="these are the formats that it can write",
                     fix="dj.diagnostics.SummaryWriter(directory, formats=('jsonl', 'tensorboard'))",
                 )
             )

@@ -80,8 +80,8 @@ def _array_of(x: PyTree) -> jax.Array:
             message(
                 "visualize needs a PerReplica, a variable or a JAX array",
                 got=describe_value(array),
-                why="anything else lives on no device",
-                fix="strategy.extended.broadcast_to(x), or visualize what run returned; for a "
+                why="only these are placed on devices",
+                fix="strategy.broadcast(x), or visualize what run returned; for a "
                 "tree: jax.tree.map",
             )
         )

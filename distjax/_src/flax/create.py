@@ -1,4 +1,4 @@
-"""Creates NNX objects where a strategy keeps them, and moves existing ones there."""
+"""Creates NNX objects placed as a strategy wants them, and moves existing ones there."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def create(fn: Callable[[], T], *, rules: specs.Rules | None = None) -> T:
         Model(rngs=nnx.Rngs(0))`. Traced twice.
       rules: which arrays the devices of a replica split, by path, as in `place`.
 
-    What Flax's metadata name, as those of `nnx.with_partitioning`, is split over the model axes
-    of these names; `nnx.logical_axis_rules` around the call maps other names to these.
+    Arrays with Flax's partitioning metadata, as from `nnx.with_partitioning`, are split over the
+    model axes of the same names; `nnx.logical_axis_rules` around the call maps other names.
 
     Locality: parameters V, the rest M. Context: cross-replica or default; without an
       active strategy, returns ``fn()``.
@@ -229,7 +229,7 @@ def _require_movable(objects: Sequence[Any], strategy: StrategyLike) -> None:
                     message(
                         f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
                         got=f"a {kind} with a value for each replica of {leaf.topology!r}",
-                        why="the replicas of another strategy are others, or another number",
+                        why="another strategy has other replicas, or another number of them",
                         fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
                     )
                 )

@@ -139,7 +139,7 @@ def apply_gradients(
       model: its model.
       grads: from `value_and_grad` or `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
-      **kwargs: what the optimizer's transformation takes besides, such as `value=loss` of
+      **kwargs: further arguments of the optimizer's transformation, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`; equal on every replica.
 
     If the optimizer's class overrides `update`, that method is called with the reduced
@@ -497,7 +497,8 @@ def cast(tree: T, dtype: DTypeLike) -> T:
       tree: a module, arrays, variables, or a tree of these.
       dtype: e.g. `jnp.bfloat16`.
 
-    What the view gains (a new attribute, the first `sow` of a name) the original does not have.
+    What is added to the view (a new attribute, the first `sow` of a name) is not added to the
+    original.
 
     Locality: that of `tree`. Context: any; for gradients, inside the loss function.
 
@@ -552,7 +553,7 @@ class LossScale(nnx.Pytree):
       scale: the initial factor.
       interval: the number of steps without overflow after which the scale grows.
 
-    Batch statistics that the forward pass has written stay, even if the step is skipped.
+    Batch statistics that the forward pass has written are kept, even if the step is skipped.
 
     Raises:
       ValueError: a scale that is not positive and finite, or an interval below 1.

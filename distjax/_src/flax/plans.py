@@ -1,8 +1,8 @@
 """Plans: NNX objects taken apart into a static plan and a list of arrays.
 
-A plan is what a program is compiled for: the graph, and for each variable its rule and where
-its arrays live. Plans compare by identity, so equal graphs with arrays of equal shapes must get
-the same plan; a cache per strategy sees to that.
+A plan is what a program is compiled for: the graph, and for each variable its rule and the
+placement of its arrays. Plans compare by identity, so equal graphs with arrays of equal shapes must
+get the same plan; a cache per strategy ensures that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules: what each type of NNX variable becomes at the end of a step.
 
-Inside `run` every replica writes to variables of its own. A rule says how these writes
+Inside `run`, every replica writes to its own copy of a variable. A rule says how these writes
 become the variable's single new value.
 """
 

@@ -1,8 +1,8 @@
-"""What the devices of a replica split of Flax variables: read from their metadata, and kept there.
+"""How the devices of a replica split Flax variables: read from their metadata, and kept there.
 
-Three things say it: rules by path (`place`), Flax's partitioning metadata with its logical axis
-rules, and arrays that are split when their module is placed. All end up in the metadata of the
-variable, since a trace, an optimizer made later and a copy of the module see nothing else.
+A split comes from rules by path (`place`), from Flax's partitioning metadata with its logical axis
+rules, or from arrays that are already split when their module is placed. All of these end up in the
+metadata of the variable, since a trace, a later optimizer and a copy of the module see only that.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _result_text(function: str, path: str, tracer: jax.Array) -> str:
     return message(
         f"{function} needs to return arrays, or pytrees of them",
         got=f"an object with a traced value of type {jax.typeof(tracer).str_short()} in {path}",
-        why="JAX does not know its class, so its arrays are no results of the compiled program",
+        why="JAX does not know its class, so its arrays are not results of the compiled program",
         fix="@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays",
     )
 
@@ -231,8 +231,8 @@ def _exchange_text(function: str, home: str, path: str) -> str:
     return message(
         f"{function} needs to leave what it captures in its place",
         got=f"in {path} what was in {home} before",
-        why="a compiled step does not run its Python code again: they would be exchanged in the "
-        "trace, and at no later call",
+        why="the Python code of a compiled step does not run again: they would "
+        "be swapped while it is traced, and at no later call",
         fix=f"exchange them between two calls of {function}; or exchange the values of variables: "
         "a, b = v.value, w.value; v.assign(b); w.assign(a)",
     )

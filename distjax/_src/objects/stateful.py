@@ -375,6 +375,8 @@ class StatefulArgs:
     def changes(self) -> dict[str, tuple[str, Any]]:
         """After a trace: path in what `emit_run` returned -> name and former value of an array."""
         outcome, stored = self._outcome
+        if outcome is None:
+            return {}
         return {
             f"[2][{i}][{k}]": pair
             for i in stored
@@ -457,7 +459,9 @@ class StatefulArgs:
         fn = self._bridge.unwrap(fn)
         with self._split.holding(leaves, context):
             result = self._replace_objects(fn(*args, **kwargs))
-            return result, *self._split.collect(keywords.kept)
+            outcome, finals = self._split.collect(keywords.kept)
+            self._outcome = outcome, tuple(finals)
+            return result, outcome, finals
 
     def _replace_objects(self, result: PyTree) -> Any:
         """Returns results with placeholders for objects and their variables."""
@@ -566,8 +570,9 @@ def run_here(
     with explaining_errors(), watch_inner(fn, is_stateful):
         if stateful is None:
             return run_in_trace(strategy, fn, args, kwargs, state)
-        call = stateful.args, stateful.kwargs
-        result, outcome, stored = stateful.emit_run(strategy, fn, *call, state)
+        result, outcome, stored = stateful.call(
+            lambda args, kwargs, _: stateful.emit_run(strategy, fn, args, kwargs, state)
+        )
         bare = lambda x: x.array if isinstance(x, AlreadyPlaced) else x
         stored = jax.tree.map(bare, stored, is_leaf=is_per_replica)
         return stateful.finish((result, outcome, stored))()
@@ -576,6 +581,12 @@ def run_here(
 def call_of(kwargs: dict[str, PyTree] | ObjectKeywords) -> StatefulArgs | None:
     """Returns the call that is being traced with these keyword arguments, if it has objects."""
     return _this_thread.call if isinstance(kwargs, ObjectKeywords) else None
+
+
+def written_names() -> dict[str, str]:
+    """After a trace in a call with objects: path in what was returned -> the array's name."""
+    call = getattr(_this_thread, "call", None)
+    return {} if call is None else {path: name for path, (name, _) in call.changes().items()}
 
 
 @contextlib.contextmanager

@@ -298,8 +298,9 @@ def leak_text(function: str, path: str, tracer: jax.Array, *, is_in_object: bool
     return message(
         f"{function} needs to return what it computes, or to assign it to variables",
         got=f"a traced value of type {jax.typeof(tracer).str_short()} in {path}",
-        why="a compiled step does not run its Python code again: nothing more would be written "
-        "there, and a traced value is of no use outside of its trace",
+        why="the Python code of a compiled step does not run again, so nothing "
+        "would be written at later calls, and a traced value is useless "
+        "outside of its trace",
         fix=fix,
     )
 

@@ -1,4 +1,4 @@
-"""A moving average of variables, kept beside them, and swapped in to evaluate."""
+"""A moving average of variables, placed like them, and swapped in for evaluation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from distjax.errors import ContextError, describe_value, message, require
 class ExponentialMovingAverage:
     """The moving average of variables: ``average <- decay * average + (1 - decay) * v``.
 
-    It starts with the values at `init`, as is usual for parameters. Each average lives as its
-    variable does: split where that is split. To save it, put it into the state of a
-    `dj.checkpoint.Checkpointer`. Of parameters that are arguments, `optax.incremental_update`
-    does it.
+    It starts with the values at `init`, as is usual for parameters. Each average is laid out like
+    its variable, split if that is split. To save it, add it to the tree that a
+    `dj.checkpoint.Checkpointer` saves. For parameters that are arguments, use
+    `optax.incremental_update`.
 
     Args:
-      decay: how much of the average stays at an update, between 0 and 1.
+      decay: the weight of the old average in an update, between 0 and 1.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -54,7 +54,7 @@ class ExponentialMovingAverage:
             is_number(decay) and 0 <= decay <= 1,
             "ExponentialMovingAverage needs a decay between 0 and 1",
             got=describe_value(decay),
-            why="it is the part of the average that stays at an update",
+            why="it is the weight of the old average in an update",
             fix="dj.optim.ExponentialMovingAverage(0.999)",
         )
         self._decay = float(decay)
@@ -93,7 +93,7 @@ class ExponentialMovingAverage:
                 is_wide,
                 "ExponentialMovingAverage.init needs variables of float32 or wider",
                 got=f"{variable.name!r} of {variable.dtype}",
-                why="an average stays where it is when its steps are less than its precision",
+                why="in a lower precision the updates of an average are rounded away",
                 fix="keep the parameters in float32, and cast them to bfloat16 in the step",
                 error=TypeError,
             )
@@ -125,7 +125,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Generator[None]:
-        """Returns a context in which variables and averages have changed places: to evaluate.
+        """Returns a context in which variables and averages are swapped, for evaluation.
 
         Context: cross-replica or default, outside a step. Cost: a copy of all of them.
 

@@ -409,7 +409,8 @@ class Optimizer:
         """Updates the variables with the gradients accumulated since the last update, if any.
 
         For the end of an epoch or a run whose number of steps `accumulate_steps` does not divide:
-        the mean is that of the calls there were. Only for transformations without extra arguments.
+        the mean is over the calls since the last update. Only for transformations without extra
+        arguments.
 
         Locality: V(v) written. Context: any. Cost: as of a call that updates.
 
@@ -719,7 +720,7 @@ def _require_placed(
                 "it over them",
                 got=f"{describe_value(gradient)}, which lives elsewhere",
                 why="it is unclear whether it stands for one gradient or for R equal ones",
-                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(g); "
+                fix="return it from strategy.run, or place it: strategy.broadcast(g); "
                 "or average: Optimizer(tx, 'mean')",
             )
         )

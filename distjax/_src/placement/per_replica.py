@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,6 +28,8 @@ AuxData = tuple[Topology, tuple[int, ...]]
 _ARRAYS = (jax.Array, np.ndarray)
 
 
+#: How many numbers of a matrix are shown.
+_MOST_SHOWN = 64
 _LENGTH = "len(x)"
 _UNPACKING = "a loop or unpacking"
 #: What needs one value, and the methods by which Python asks a PerReplica for it.
@@ -48,7 +51,7 @@ _REFUSED = {
     "x[...]": ("getitem", "setitem"),
 }
 _WHY_REFUSED = (
-    "nothing says how the values combine; a replica has a value of its own only of an argument"
+    "it holds a value for each replica, and nothing says which is meant or how to combine them"
 )
 _REDUCE = "strategy.reduce('mean', x) for a loss ('sum' for counts)"
 
@@ -138,7 +141,10 @@ class PerReplica:
         return f"PerReplica({{\n{rows}}})"
 
     def _rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Returns each replica's number, device and value, as text."""
+        """Returns each replica's number, device and value (of a large one the type), as text."""
+        if len(self.shape) > 1 and math.prod(self.shape) > _MOST_SHOWN:
+            kind = f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+            return tuple((str(r), self._place(r), kind) for r in range(self.num_replicas))
         values = enumerate(self._host_values())
         with np.printoptions(threshold=20, edgeitems=3, precision=4):
             return tuple((str(r), self._place(r), str(v)) for r, v in values)
@@ -360,7 +366,7 @@ def _no_conversion_text(value: PerReplica, what: str = "numpy", fix: str = "") -
     return message(
         f"{what} needs one value, not one value per replica",
         got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
-        why="it is not said whether the values are rows of one batch, or to be combined",
+        why="the values may be rows of one batch, or may have to be combined",
         fix=fix
         or f"{_how_to_read(value)}; strategy.gather(x, axis=0) for the rows of a batch; "
         "strategy.reduce('mean', x)",
@@ -371,7 +377,7 @@ def _pickle_text(value: PerReplica) -> str:
     return message(
         "a PerReplica needs to be wholly on this process to be pickled",
         got=f"{value.num_replicas} values, some of them on devices of other processes",
-        why="a part would pass for the whole",
+        why="a part would be taken for the whole",
         fix="pickle strategy.local_results(x), the values of this process; or, read on every "
         "process, strategy.reduce('mean', x)",
     )

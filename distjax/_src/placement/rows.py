@@ -311,7 +311,7 @@ def require_not_split(value: object, topology: Topology, where: str) -> None:
             got=got,
             why=why,
             fix="strategy.per_replica(x) if row r is the value of replica r; "
-            "strategy.first(x) if the rows are equal; strategy.extended.broadcast_to(x) if "
+            "strategy.first(x) if the rows are equal; strategy.broadcast(x) if "
             "all of it is one value",
         )
     )

@@ -249,7 +249,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
             message(
                 "device needs a jax.Device",
                 got=describe_value(device),
-                why="replicas are laid on a device of the running backend",
+                why="the replicas run on a device of the current backend",
                 fix="OneDeviceStrategy(jax.devices()[0])",
             )
         )
@@ -335,7 +335,7 @@ def _devices_text(got: object) -> str:
     return message(
         "devices needs a sequence of jax.Device",
         got=describe_value(got),
-        why="replicas are laid on devices of the running backend",
+        why="each replica runs on devices of the current backend",
         fix="MirroredStrategy(jax.devices()[:2])",
     )
 

@@ -145,8 +145,9 @@ def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:
         message(
             f"{name} needs to be wholly on this process to be read by the host",
             got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
-            why="the rest is on devices of other processes, and a part would pass for the whole",
-            fix="read it on every process: strategy.extended.broadcast_to(x), or reduce it in the "
+            why="the rest is on devices of other processes, and a part would be taken for the "
+            "whole",
+            fix="read it on every process: strategy.broadcast(x), or reduce it in the "
             "step; save all of it by dj.checkpoint.Checkpointer",
         )
     )

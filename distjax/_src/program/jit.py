@@ -636,6 +636,7 @@ def compile_on_replicas(
     def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
         return strategy.run(fn, args, kwargs)
 
+    run_on_replicas.__qualname__ = function_name(fn)  # of a partial, too, which has no name
     donated = donated_numbers(fn, donate_argnums)
     static = _static_names(fn, static_argnums, static_argnames)
     require = _bare_rows_check(strategy.extended, fn)

@@ -309,7 +309,7 @@ def as_static(
             message(
                 f"argument {name} needs an array, a number or a hashable object",
                 got=describe_value(value),
-                why="a Python object is part of what a compiled program is looked up by",
+                why="a Python object is part of the key under which a compiled program is cached",
                 fix=fix,
             )
         ) from None
@@ -382,7 +382,7 @@ def static(value: object) -> Static:
             message(
                 "dj.static needs a hashable value",
                 got=describe_value(value),
-                why="it is part of what a compiled program is looked up by",
+                why="it is part of the key under which a compiled program is cached",
                 fix="pass arrays as they are: they are inputs of the program; a list as a tuple: "
                 "dj.static(tuple(x))",
             )

@@ -141,7 +141,7 @@ def _no_devices_text(what: str) -> str:
     return message(
         f"{what} needs a strategy that has devices",
         got="the default strategy",
-        why="it stands for code that knows nothing of strategies and leaves placement to JAX",
+        why="it is for code that does not use strategies, and leaves placement to JAX",
         fix="strategy = dj.OneDeviceStrategy(); with strategy.scope(): ...",
     )
 

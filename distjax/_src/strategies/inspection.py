@@ -282,7 +282,7 @@ def _drift_text(
         f"{int(varying.sum())} of {varying.size} elements differ",
         why="a program wrote values that were never reduced, and JAX reads the first copy only",
         fix="reduce before writing: ctx.all_reduce('mean', x). To go on from the first copy: "
-        "strategy.extended.broadcast_to(np.asarray(x)), or v.assign(np.asarray(v.value))",
+        "strategy.broadcast(np.asarray(x)), or v.assign(np.asarray(v.value))",
     )
 
 

@@ -182,7 +182,7 @@ def _reduce_elsewhere(
                 got=describe_value(leaf),
                 why="it is not on the strategy's devices, so it is unclear whether it stands for "
                 "one value or for R of them",
-                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(x)"
+                fix="return it from strategy.run, or place it: strategy.broadcast(x)"
                 + extended.topology.spans_processes
                 * "; a number of each process, counted once: strategy.distribute_values_from_"
                 "function(lambda ctx: x / len(strategy.extended.worker_devices))",
@@ -444,7 +444,7 @@ def _copied(value: PyTree) -> jax.Array:
                 "broadcast_to needs arrays and numbers",
                 got=describe_value(value),
                 why="devices hold nothing else",
-                fix="strategy.extended.broadcast_to(...) of the arrays alone",
+                fix="strategy.broadcast(...) of the arrays alone",
             )
         ) from error
 

@@ -415,7 +415,7 @@ class Strategy:
 
         Example:
           >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
-          >>> state = strategy.extended.broadcast_to({"w": np.ones(3)})
+          >>> state = strategy.broadcast({"w": np.ones(3)})
           >>> strategy.assert_mirrored(state)
           >>> copies = [jax.device_put(np.float32(r), d) for r, d in enumerate(jax.devices()[:2])]
           >>> drifted = jax.make_array_from_single_device_arrays((), state["w"].sharding, copies)

@@ -2,7 +2,7 @@
 
 Each replica is a thread that computes with concrete arrays (`reference_replicas.py`), and each
 variable is a list of R components (`reference_variables.py`). After a run, results that are
-equal on every replica are found by comparing them, where a compiled strategy proves it.
+equal on every replica are found by comparing them, whereas a compiled strategy proves it.
 """
 
 from __future__ import annotations

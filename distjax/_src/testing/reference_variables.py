@@ -2,8 +2,8 @@
 
 The rules are stated independently, from the tables of tf.distribute. Of `distjax._src.variables`
 they use only the class `Variable`, for its operators and `isinstance`, and the checks of what is
-written. A variable has the policy and the layout of its kind, since metrics, optimizers and
-checkpoints ask for them; the rules here do not.
+written. A variable has the policy and the layout of its kind only because metrics, optimizers and
+checkpoints ask for them; the rules here do not use them.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _dry_run_text(name: str) -> str:
     return message(
         "dj.explain and dj.check need a function whose variables exist",
         got=f"the creation of variable {name!r} in the function that is explained or checked",
-        why="that changes nothing, so it makes no variables either",
+        why="they change nothing, so they cannot create variables",
         fix="create them outside, or guarded by `if self.v is None`, and call the function once "
         "before it is explained or checked",
     )
@@ -217,7 +217,8 @@ def _spec(
             sharding is None,
             f"{what} needs no sharding, as a sync-on-read variable",
             got=f"sharding={sharding}",
-            why="each replica has a component of its own, which its devices hold whole",
+            why="each replica has its own component, of which each of its devices holds a full "
+            "copy",
             fix="leave sharding out; or synchronization=dj.VariableSynchronization.ON_WRITE",
         )
         return None

@@ -169,8 +169,7 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str, *, rounds: boo
             message(
                 f"{what} needs values that {dtype} holds",
                 got=str(error),
-                why="they would wrap around or become infinite, and a conversion that loses "
-                "information is not made in silence",
+                why="they would silently wrap around or become infinite",
                 fix="a variable of a wider dtype (64 bits need jax_enable_x64)",
             )
         ) from error
@@ -239,6 +238,6 @@ def _dtype_text(dtype: DTypeLike, what: str, got: str, fix: str) -> str:
     return message(
         f"{what} needs a value of dtype {dtype}",
         got=got,
-        why="distjax makes no conversion that loses information by itself",
+        why="distjax does not convert implicitly where information would be lost",
         fix=fix,
     )

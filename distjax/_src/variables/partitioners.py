@@ -23,7 +23,7 @@ def require_partitioner(owner: str, partitioner: object) -> None:
         partitioner is None or callable(partitioner),
         f"{owner}: partitioner needs a function of shape and dtype, or None",
         got=describe_value(partitioner),
-        why="it is asked for each variable into how many parts each axis is split",
+        why="for each variable it decides into how many parts each axis is split",
         fix=f"dj.{owner}(partitioner=dj.parts.FixedShards(2))",
         error=TypeError,
     )

@@ -78,7 +78,7 @@ def resolve_modes(synchronization: object, aggregation: object, name: str) -> Va
             message(
                 f"Invalid variable synchronization mode: {synchronization} for variable: {name}",
                 got=repr(synchronization),
-                why="it says when the copies of the variable meet",
+                why="it says when the copies of the variable are synchronized",
                 fix="synchronization=dj.VariableSynchronization.ON_READ (or ON_WRITE, AUTO)",
             )
         )
@@ -122,6 +122,6 @@ def require_synchronization(synchronization: VariableSynchronization, name: str)
         synchronization is not VariableSynchronization.NONE,
         f"`NONE` variable synchronization mode is not supported for variable {name!r}",
         got="synchronization=VariableSynchronization.NONE under a strategy",
-        why="a strategy has to know when the copies meet",
+        why="a strategy has to know when to synchronize the copies",
         fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
     )

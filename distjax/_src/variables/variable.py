@@ -431,7 +431,7 @@ class Variable:
     def _host_code(self) -> str:
         """Returns code for the whole value on the host."""
         if self.strategy.extended.topology.spans_processes:
-            return "jax.device_get(strategy.extended.broadcast_to(v.value)), read on every process"
+            return "jax.device_get(strategy.broadcast(v.value)), read on every process"
         return "jax.device_get(v.value)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
@@ -510,7 +510,8 @@ def _aggregate(variable: Variable, stored: jax.Array) -> jax.Array:
         rule is not Combine.REFUSE,
         f"a cross-replica read of variable {variable.name!r} needs an aggregation",
         got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
-        why=f"its {variable.layout.num_copies} components differ and nothing says how they combine",
+        why=f"its {variable.layout.num_copies} components differ and no aggregation says how to "
+        "combine them",
         fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
         "look at v.local_results()",
         error=AggregationError,
@@ -685,7 +686,7 @@ def require_arithmetic(variable: Variable, method: str) -> None:
         message(
             f"{method} of variable {variable.name!r} needs a dtype that has sums",
             got=f"dtype {variable.dtype}",
-            why="neither truth values nor PRNG keys can be added",
+            why="neither bools nor PRNG keys can be added",
             fix=f"assign a new value: v.assign({new_value})",
         )
     )
@@ -724,7 +725,7 @@ def _cross_write_text(variable: Variable, method: str) -> str:
         f"SyncOnReadVariable does not support `{method}` in cross-replica context with "
         f"aggregation {variable.aggregation.name} (variable {variable.name!r})",
         got=f"{mode}, in cross-replica context",
-        why="nothing says how one value is shared out among the components",
+        why="no rule says how to divide one value among the components",
         fix=f"{method} it in a replica function, or by strategy.extended.update(v, fn); with "
         "aggregation SUM, v.assign(x) in cross-replica context divides x among them",
     )

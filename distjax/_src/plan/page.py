@@ -25,7 +25,8 @@ _STYLE = """
   --line: #353b42; --parameters: #6c96e8; --optimizer: #41639f; --state: #a98fe0; --batch: #d9b957;
   --gradients: #e07d6f; --activations: #58b98f; --code: #8d97a1; --unattributed: #4b535c } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 60rem; margin: 0 auto; padding: 1rem } h1 { font-size: 1.35rem }
+  max-width: 60rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.35rem }
 p.answer { border-left: 4px solid var(--activations); padding-left: .8rem }
 p.no { border-color: var(--gradients) } p.dim, figcaption, caption { color: var(--dim) }
 div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem }
@@ -38,7 +39,8 @@ div.row span + div + span { width: 5.5rem; text-align: right; color: var(--dim) 
 @media (max-width: 30rem) { div.row span { width: 6rem } }
 div.bar { display: flex; flex: auto; height: 1rem; position: relative }
 div.bar b { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 2px dashed var(--ink) }
-p.key i { display: inline-block; width: .8em; height: .8em; margin: 0 .4em 0 .8em }
+p.key span { white-space: nowrap; margin-right: .8em }
+p.key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
 """
 
 
@@ -63,11 +65,12 @@ def _sections(report: Report) -> Iterator[str]:
     if len({p.chips for p in report.plans}) > 1:
         ordered = sorted(report.plans, key=lambda p: (name_of(p), p.chips))
         yield _bars("memory of a chip, by strategy over numbers of chips", ordered, with_chips=True)
-    for plan in report.plans:
-        if plan.memory:
-            head = html.escape(f"{name_of(plan)} on {plan.topology}")
-            yield f"<details open><summary><b>{head}</b></summary>{_curve(plan)}"
-            yield f"{_wide(plan_tables(plan, 40))}</details>"
+    planned = [p for p in report.plans if p.memory]
+    for plan in planned:
+        is_open = " open" if plan is planned[0] else ""
+        head = html.escape(f"{name_of(plan)} on {plan.topology}")
+        yield f"<details{is_open}><summary><b>{head}</b></summary>{_curve(plan)}"
+        yield f"{_wide(plan_tables(plan, 40))}</details>"
 
 
 def _wide(tables: Sequence[Table]) -> str:
@@ -95,7 +98,8 @@ def _bars(caption: str, plans: Sequence[Record], with_chips: bool = False) -> st
             f"<div class='row'><span>{html.escape(name)}</span><div class='bar'>{''.join(parts)}"
             f"</div><span>{format_bytes(plan.memory.peak_bytes)}</span></div>"
         )
-    key = "".join(f"<i style='background:var(--{cause})'></i>{cause}" for cause in CAUSES)
+    color = "<span><i style='background:var(--{0})'></i>{0}</span> "
+    key = "".join(map(color.format, CAUSES))
     caption += "; dashed: what a chip has" if any(0 < limit <= whole for limit in limits) else ""
     below = f"<p class='key'>{key}</p><figcaption>{caption}</figcaption>"
     return f"<figure>{''.join(rows)}{below}</figure>"

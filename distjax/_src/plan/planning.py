@@ -245,20 +245,23 @@ def _largest_batch(
     start_fits: bool,
     limit: int,
 ) -> int:
-    """Returns the largest batch per replica that fits, by bisection; 0: not even one does."""
+    """Returns the largest batch per replica that fits, to 2 %, by bisection; 0: not even one does.
 
-    def fits(size: int) -> bool:
+    On the way up, the memory that is left says how far the next try may go.
+    """
+
+    def peak_of(size: int) -> float:
         compiled, _ = _compile(_lower(strategy, step, size)[0], options)
         if compiled is None:
-            return False
-        return reading.total_of(compiled.memory_analysis())["peak_bytes"] <= limit
+            return float("inf")
+        return reading.total_of(compiled.memory_analysis())["peak_bytes"]
 
     good, bad = (start, start * 2) if start_fits else (0, start)
-    while good and good < _MOST_EXAMPLES and fits(bad):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
+    while 0 < good < _MOST_EXAMPLES and (peak := peak_of(bad)) <= limit:
+        good, bad = bad, bad * max(2, min(16, int(limit / peak / 2)))
+    while bad - good > max(1, good // 64):
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
+        good, bad = (middle, bad) if peak_of(middle) <= limit else (good, middle)
     return good
 
 
@@ -305,5 +308,5 @@ def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator
     elif memory.by_cause["unattributed"] > 0.1 * memory.peak_bytes:
         yield (
             "unattributed: gaps between small buffers; each takes 32 KiB or more, whatever "
-            "its size; they do not grow with the model"
+            "its size; they grow with the number of arrays only"
         )

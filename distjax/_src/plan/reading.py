@@ -317,6 +317,8 @@ def _why(each: Collective, written: set[str], own: Instruction, is_of_arguments:
     count = len(shapes(own.type))
     if each.kind in written:
         return f"{count} joined" if count > 1 else ""
+    if each.over.startswith("part of "):
+        return "a stage of one over more devices"
     if each.source != UNKNOWN and written:
         return f"in place of {' and '.join(sorted(written))}"
     if each.kind == "all-reduce" and count > 1:

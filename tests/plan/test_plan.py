@@ -216,6 +216,14 @@ def test_model_axes_and_numbers_of_chips():
     assert seen == [("cpu:4", 4, {}), ("cpu:4", 2, two), ("cpu:8", 8, {}), ("cpu:8", 4, two)]
 
 
+def test_options_of_the_compiler():
+    options = {"xla_cpu_enable_fast_math": "true"}
+    plans = planned(of_variables, options=options)
+    assert [p.compiler_options for p in plans] == [{}, options] and not any(p.error for p in plans)
+    _, refused = planned(of_variables, options={"xla_no_such": "1"})
+    assert "xla_no_such" in refused.error and refused.memory is None
+
+
 def test_json_text_and_page():
     report = dj.plan.plan(of_modules, "cpu:8")
     found = json.loads(report.to_json())

@@ -184,9 +184,9 @@ def _planned(
     collectives = Record(written=told, compiled=[])
     own: dict[str, Any] = {"collectives": collectives}
     own["not_split"] = [*_not_split(arguments, name, topology)]
-    compiled, refused = _compile(lowered, options)
-    if compiled is None:
-        memory = reading.memory_of_refused(arguments, limit, refused)
+    compiled = _compile(lowered, options)
+    if isinstance(compiled, str):
+        memory = reading.memory_of_refused(arguments, limit, compiled)
         why = "it does not fit: temporaries as far as the compiler counted them"
         own |= {"fits": False, "memory": memory, "notes": [why]}
     else:
@@ -227,14 +227,16 @@ def _lower(
         return lower_step(step.fn, args, {}, None, notes, "plan"), args, notes
 
 
-def _compile(lowered: LoweredProgram, options: dict[str, str]) -> tuple[Any, str]:
-    """Returns the compiled program; (None, what the compiler says) if there is no memory for it."""
+def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
+    """Returns the compiled program, or what the compiler says if there is no memory for it."""
+    truths = {"true": True, "false": False}  # the compiler takes no text for them
+    typed: dict[str, Any] = {key: truths.get(text.lower(), text) for key, text in options.items()}
     try:
-        return lowered.compile(options or None), ""
+        return lowered.compile(typed or None)
     except Exception as error:
         if read_exhausted(str(error)) is None:
             raise
-        return None, str(error)
+        return str(error)
 
 
 def _largest_batch(
@@ -251,14 +253,16 @@ def _largest_batch(
     """
 
     def peak_of(size: int) -> float:
-        compiled, _ = _compile(_lower(strategy, step, size)[0], options)
-        if compiled is None:
+        compiled = _compile(_lower(strategy, step, size)[0], options)
+        if isinstance(compiled, str):
             return float("inf")
         return reading.total_of(compiled.memory_analysis())["peak_bytes"]
 
     good, bad = (start, start * 2) if start_fits else (0, start)
-    while 0 < good < _MOST_EXAMPLES and (peak := peak_of(bad)) <= limit:
+    while good and (peak := peak_of(bad)) <= limit:
         good, bad = bad, bad * max(2, min(16, int(limit / peak / 2)))
+        if good >= _MOST_EXAMPLES:
+            return good
     while bad - good > max(1, good // 64):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if peak_of(middle) <= limit else (good, middle)

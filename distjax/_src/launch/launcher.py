@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -367,7 +368,7 @@ class Launcher:
         with contextlib.suppress(OSError):  # a full disk must not end the job
             append(self._directory, event, attempt, process, **facts)
 
-    def _attempt(self, attempt: int, guard: Any, until: float | None) -> int:
+    def _attempt(self, attempt: int, guard: subprocess.Popen[bytes], until: float | None) -> int:
         """Runs one attempt; returns its exit code, and keeps why it failed in `failure`."""
         options, self.failure = self._options, None
         folder = os.path.join(self._directory, f"attempt-{attempt}")

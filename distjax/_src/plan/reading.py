@@ -165,7 +165,7 @@ def _given(args: Sequence[PyTree]) -> dict[str, tuple[Any, str]]:
 # -- memory ------------------------------------------------------------------------
 
 
-def total_of(stats: Any) -> dict[str, int]:
+def total_of(stats: PyTree) -> dict[str, int]:
     """Returns the sums in the compiler's `memory_analysis()`, as a report names them."""
     given, out = stats.argument_size_in_bytes, stats.output_size_in_bytes
     own = given + out - stats.alias_size_in_bytes + stats.temp_size_in_bytes
@@ -179,7 +179,7 @@ def total_of(stats: Any) -> dict[str, int]:
 
 
 def read_memory(
-    stats: Any, schedule: Schedule, arguments: Sequence[Argument], limit: int | None
+    stats: PyTree, schedule: Schedule, arguments: Sequence[Argument], limit: int | None
 ) -> Record:
     """Returns the memory of a compiled program: the peak by cause, and every argument.
 

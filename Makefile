@@ -70,11 +70,12 @@ fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
 	  tests/differential/test_proofs.py tests/pmap/test_random.py
 
-drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched ones, misuse, curves, interrupts, parameter servers
+drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched ones, misuse, curves, 512 devices, interrupts, parameter servers
 	$(BIN)/python -m tests.drills --seed $(SEED) --kills $(KILLS)
 	$(BIN)/python -m tests.drills.faults --seed $(SEED) --faults $(FAULTS)
 	$(BIN)/python -m tests.drills.misuse
 	$(BIN)/python -m tests.drills.curves
+	$(BIN)/python -m tests.drills.many_devices
 	$(BIN)/python -m tests.drills.interrupts --seed $(SEED)
 	$(BIN)/python -m tests.drills.servers --seed $(SEED)
 	$(BIN)/python -m tests.drills.ray_servers --seed $(SEED)

@@ -14,7 +14,14 @@ import time
 import pytest
 
 from distjax._src.launch import launcher
-from distjax._src.launch.launcher import Failure, Launcher, Options, hold_port, last_traceback
+from distjax._src.launch.launcher import (
+    Failure,
+    Launcher,
+    Options,
+    find_cause,
+    hold_port,
+    last_traceback,
+)
 from distjax._src.launch.processes import Ended, signals_to
 
 #: What `dj.initialize` leaves, for scripts that do without JAX.
@@ -466,9 +473,9 @@ def test_the_last_error_of_a_log(tmp_path):
 
 
 def test_a_process_that_was_frozen_is_named():
-    causes = launcher._Causes(0, Options(("s.py",), 3), ["a.log", "b.log", "c.log"], [])
     ended = [Ended(0, 134, False), Ended(2, 134, False), Ended(1, 137, True)]
-    failure = causes.find(ended, {1: "stopped"})
+    logs = ["a.log", "b.log", "c.log"]
+    failure = find_cause(0, Options(("s.py",), 3), logs, [], ended, {1: "stopped"})
     assert isinstance(failure, Failure) and (failure.process, failure.code) == (1, 134)
     assert failure.error.startswith("process 1 needs to answer the others.\n  Got: nothing more")
     assert "which was stopped" in failure.error and "look at its log, b.log" in failure.error
@@ -483,8 +490,8 @@ def test_who_is_lost_on_another_machine_is_named():
         | {"traceback": "", "step": None}
         for i, text in texts
     ]
-    causes = launcher._Causes(0, Options(("s.py",), 2, nodes=2), ["a.log", "b.log"], told)
-    failure = causes.find([Ended(0, 71, False), Ended(1, 71, False)], {})
+    options, ended = Options(("s.py",), 2, nodes=2), [Ended(0, 71, False), Ended(1, 71, False)]
+    failure = find_cause(0, options, ["a.log", "b.log"], told, ended, {})
     assert (failure.process, failure.code) == (1, 71) and "ValueError: mine" in failure.error
 
 

@@ -43,3 +43,29 @@ def test_what_does_not_fit_is_an_answer():
 def test_there_is_no_such_slice():
     with pytest.raises(ValueError, match="topology 'v5e:3x3' needs to be a kind of device"):
         dj.plan.plan(of_variables, "v5e:3x3")
+
+
+def test_two_slices_reduce_in_stages():
+    (plan,) = dj.plan.plan(of_variables, "v5e:2x2", slices=2, strategies=["mirrored"]).plans
+    assert (plan.chips, plan.slices, plan.num_replicas, plan.fits) == (8, 2, 8, True)
+    stages = [c for c in plan.collectives.compiled if c.axis == "part of replica"]
+    assert stages and {c.made_by_xla for c in stages} == {"a stage of one over more devices"}
+
+
+def test_options_of_the_compiler_and_the_largest_batch():
+    def target(strategy):
+        with strategy.scope():
+            w = dj.Variable(lambda: jnp.zeros((2**13, 2**13)), name="w")
+        rows = jax.ShapeDtypeStruct((64 * strategy.num_replicas_in_sync, 2**13), jnp.float32)
+        step = lambda x: strategy.run(lambda x: jnp.sin(x @ w.value) @ w.value, args=(x,))
+        return step, (dj.plan.batch(rows),)
+
+    options = {"xla_tpu_enable_async_collective_fusion": "true"}
+    plans = dj.plan.plan(
+        target, "v5e:2x2", strategies=["mirrored"], options=options, batch=True
+    ).plans
+    assert [p.compiler_options for p in plans] == [{}, options]
+    for plan in plans:
+        # Of 15.75 GiB a weight takes 0.25, and a row 32 KiB, two or three times.
+        rows = plan.memory.limit_bytes / 2**15
+        assert plan.fits and rows / 4 < plan.largest_batch_per_replica < rows / 2

@@ -173,21 +173,21 @@ def test_what_is_predicted_is_what_training_runs():
     assert plan.memory.temp_bytes == stats.temp_size_in_bytes
     assert plan.flops_per_chip == compiled.cost_analysis()["flops"]
     counts = dj.explain(fn, x).compiled_counts
-    assert {c.kind: c.bytes for c in plan.compiled} == {
+    assert {c.kind: c.bytes for c in plan.collectives.compiled} == {
         kind: count.result_bytes for kind, count in counts.items()
     }
 
 
 def test_collectives_have_causes():
     mirrored, zero3 = planned(of_variables, ("mirrored", "zero3"))
-    (written,) = mirrored.written
+    (written,) = mirrored.collectives.written
     assert (written.kind, written.bytes, written.axis) == ("all-reduce", 4 * WIDTH**2, "replica")
     assert "test_plan.py" in written.lines[0]
-    assert [c.variables for c in mirrored.compiled] == [("w",)]
-    kinds = {c.kind for c in zero3.written}
+    assert [c.variables for c in mirrored.collectives.compiled] == [["w"]]
+    kinds = {c.kind for c in zero3.collectives.written}
     assert kinds == {"all-gather", "reduce-scatter"}
-    assert all(c.lines or c.made_by_xla for c in zero3.compiled)
-    gathers = [c for c in zero3.compiled if c.kind == "all-gather"]
+    assert all(c.lines or c.made_by_xla for c in zero3.collectives.compiled)
+    gathers = [c for c in zero3.collectives.compiled if c.kind == "all-gather"]
     assert all("w" in c.variables for c in gathers)
 
 
@@ -229,6 +229,14 @@ def test_model_axes_and_numbers_of_chips():
     assert seen == [("cpu:4", 4, {}), ("cpu:4", 2, two), ("cpu:8", 8, {}), ("cpu:8", 4, two)]
 
 
+def test_options_of_the_compiler():
+    options = {"xla_cpu_enable_fast_math": "true"}
+    plans = planned(of_variables, options=options)
+    assert [p.compiler_options for p in plans] == [{}, options] and not any(p.error for p in plans)
+    _, refused = planned(of_variables, options={"xla_no_such": "1"})
+    assert "xla_no_such" in refused.error and refused.memory is None
+
+
 def test_json_text_and_page():
     report = dj.plan.plan(of_modules, "cpu:8")
     found = json.loads(report.to_json())
@@ -238,7 +246,7 @@ def test_json_text_and_page():
     assert len(lines) <= 45
     assert "zero3" in str(report) and "Linear.kernel" in str(report)
     text = page.as_page(report)
-    assert text.count("<svg") == 1 + len(ALL)
+    assert text.count("<svg") == text.count("<details") == len(ALL)
     assert "http" not in text.replace("http-equiv", "") and "prefers-color-scheme: dark" in text
 
 
@@ -260,12 +268,12 @@ def test_a_schedule_is_read():
         ]
     )
     read = schedule.Schedule(text)
-    assert read.aliases() == {0: 1}
+    assert read.aliases == {0: 1}
     assert read.parameters()[0].scope == "args[0]"
     # x alone is a temporary: the rest are arguments, results, or in another memory.
     assert max(read.live_bytes) == schedule.type_bytes_in_memory(read.instructions[2].type) == 4096
     assert [live.bytes for live in read.at_peak] == [4096]
-    assert not read.has_loops
+    assert not any(i.opcode == "while" for i in read.everywhere.values())
 
 
 # -- what is refused ------------------------------------------------------------
@@ -429,8 +437,8 @@ def test_the_examples_have_targets(example):
         (["none.py:plan"], 2, "no file none.py"),
         (["none:plan"], 2, "no module 'none'"),
         (["train.py"], 2, "needs to be module:function or file.py:function"),
-        (["train.py:plan", "--html", "/none/p.html"], 2, "needs a folder that can be written to"),
-        (["train.py:plan", "--html", "/dev/full"], 2, "needs room"),
+        (["train.py:plan", "--html", "/none/p.html"], 2, "needs to be a file that can be written"),
+        (["train.py:plan", "--html", "/dev/full"], 2, "and room for it"),
         (["train.py:plan", "--model-axes", "x"], 2, "--model-axes and --option need NAME=VALUE"),
     ],
 )

@@ -48,29 +48,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(num_processes: int, shared: str | None, seconds: int) -> dict[str, Any]:
-    """Returns what process 0 of a job on this machine has found."""
+    """Returns what process 0 of a job on this machine has found, which prints it."""
+    said: list[str] = []
+    show = lambda index, line: said.append(line.decode()) if index == 0 else None
+    command = ["-m", "distjax", "doctor", "--json", "--seconds", str(seconds)]
+    command += ["--shared-dir", os.path.abspath(shared)] if shared is not None else []
     with tempfile.TemporaryDirectory(prefix="distjax-doctor-") as folder:
-        path = os.path.join(folder, "found.json")
-        code = f"from {__name__} import leave; leave({shared!r}, {seconds}, {path!r})"
-        options = Options(("-c", code), max(num_processes, 1))
-        launcher = Launcher(options, folder, lambda *_: None, lambda _: None)
+        launcher = Launcher(
+            Options(tuple(command), max(num_processes, 1)), folder, show, lambda _: None
+        )
         try:
             launcher.run(seconds)
             why = launcher.failure.error if launcher.failure is not None else ""
         except TimeoutError:
             why = f"the processes did not end within {seconds} s"
-        with contextlib.suppress(OSError), open(path) as file:
-            return json.load(file)
-        cure = "distjax launch --processes 2 script.py shows what each process says"
-        return {"processes": [], "all_reduce": [], "wrong": [{"what": why, "cure": cure}]}
-
-
-def leave(shared: str | None, seconds: int, path: str) -> None:
-    """Examines the job, and leaves what was found in a file; what each process runs."""
-    found = examine(shared, seconds)
-    if found is not None:
-        with open(path, "w") as file:
-            json.dump(found, file)
+    if "{" in said:  # behind what libraries print
+        return json.loads("".join(said[said.index("{") :]))
+    cure = "distjax launch --processes 2 script.py shows what each process says"
+    return {"processes": [], "all_reduce": [], "wrong": [{"what": why, "cure": cure}]}
 
 
 def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
@@ -109,9 +104,8 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
         token = hear_first(joined, "a file for all", lambda: _leave_token(shared))
         for i, sees in enumerate(hear_all(joined, "a look", lambda: _sees(shared, token))):
             if not sees:
-                what = (
-                    f"process {i} on {facts[i]['host']} does not see process 0's file in {shared}"
-                )
+                who = f"process {i} on {facts[i]['host']}"
+                what = f"{who} does not see process 0's file in {shared}"
                 is_wrong(what, f"mount one file system at {shared} everywhere")
         with contextlib.suppress(OSError):
             os.remove(os.path.join(shared, token))
@@ -212,22 +206,16 @@ def _link_speed() -> float | None:
 
 def _as_text(found: dict[str, Any]) -> str:
     names = ("host", "devices", "jax", "available_gib", "seconds_to_join")
-    processes = [
-        (str(i), *(f"{x[n]:.1f}" if isinstance(x[n], float) else str(x[n]) for n in names))
-        for i, x in enumerate(found["processes"])
-    ]
+    text = lambda value: f"{value:.1f}" if isinstance(value, float) else str(value)
+    rows = [(str(i), *(text(x[name]) for name in names)) for i, x in enumerate(found["processes"])]
+    tables = [Table("Processes:", ("process", *names), tuple(rows))]
+    share = lambda row: f"{row['link_share']:.0%}" if row["link_share"] else "unknown"
     reduced = [
-        (
-            format_bytes(row["bytes"]),
-            f"{row['seconds'] * 1e3:.2f} ms",
-            format_bytes(row["bytes_per_second"]),
-            f"{row['link_share']:.0%}" if row["link_share"] else "unknown",
-        )
+        (format_bytes(row["bytes"]), f"{row['seconds'] * 1e3:.2f} ms")
+        + (format_bytes(row["bytes_per_second"]), share(row))
         for row in found["all_reduce"]
     ]
-    tables = [Table("Processes:", ("process", *names), tuple(processes))]
     header = ("size", "time", "a second", "of the link")
     tables.append(Table("All-reduce over all devices:", header, tuple(reduced)))
-    text = as_text([table for table in tables if table.rows])
     wrong = [f"Wrong: {each['what']}\n  Cure: {each['cure']}" for each in found["wrong"]]
-    return "\n".join([text, *(wrong or ["All is well."])]).strip()
+    return "\n".join([as_text([t for t in tables if t.rows]), *(wrong or ["All is well."])]).strip()

@@ -38,9 +38,8 @@ def describe() -> dict[str, Any]:
     found["system"] = platform.platform()
     found["host"] = socket.gethostname()
     available, total = memory()
-    found["processors"] = (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    )
+    own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    found["processors"] = str(own)
     found["memory"] = f"{available:.1f} of {total:.1f} GiB are available"
     try:
         kinds = [f"{device.platform}:{device.device_kind}" for device in jax.devices()]
@@ -70,9 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(found, indent=2))
         return 0
-    rows = [(name, str(value)) for name, value in found.items() if name != "variables"]
-    tables = [Table("Installation:", (), tuple(rows))]
-    if found["variables"]:
-        tables.append(Table("Variables:", (), tuple(found["variables"].items())))
-    print(as_text(tables))
+    variables = found.pop("variables")
+    tables = [("Installation:", found), *([("Variables:", variables)] if variables else [])]
+    print(as_text([Table(caption, (), (*rows.items(),)) for caption, rows in tables]))
     return 0

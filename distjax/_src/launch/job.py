@@ -85,8 +85,7 @@ class Job:
         )
         self._checkpointer, self.state = checkpointer, state
         self._save_every, self._save_seconds = save_every, save_seconds
-        self.step = 0
-        self.restored_step: int | None = None
+        self.step, self.restored_step = 0, None
         text = os.environ.get("DISTJAX_ATTEMPT", "")
         self.attempt = int(text) if text.isdecimal() else 0
         self._is_restored, self._saved = False, 0  # up to which step
@@ -149,8 +148,7 @@ class Job:
             self.step += 1
             if self._is_due():
                 self.save()
-        if self._saved < self.step:
-            self.save()
+        self.save()
 
     def save(self) -> None:
         """Saves the state now, for the steps done, unless it is saved.
@@ -167,18 +165,14 @@ class Job:
             return True
         if self._save_seconds is None or self.step < self._next_look:
             return False
-        is_due, pause = hear_first(job(), "a look at the clock", self._look)
-        self._next_look = self.step + pause
-        return is_due
-
-    def _look(self) -> tuple[bool, int]:
-        """Returns whether a save is due, and after how many steps to look again."""
-        assert self._save_seconds is not None
         since = time.monotonic() - self._saved_at
         is_due = since >= self._save_seconds
-        remaining = self._save_seconds if is_due else self._save_seconds - since
+        remaining = self._save_seconds - (0 if is_due else since)
         rate = (self.step - self._saved) / max(since, 1e-6)  # steps per second
-        return is_due, max(1, min(int(rate * remaining / 2), _MAX_PAUSE))
+        pause = max(1, min(int(rate * remaining / 2), _MAX_PAUSE))
+        is_due, pause = hear_first(job(), "a look at the clock", lambda: (is_due, pause))
+        self._next_look = self.step + pause
+        return is_due
 
     def _stop(self) -> None:
         """Saves, and raises.

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +30,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from distjax._src.cluster.job import FILE, append
-from distjax._src.cluster.roll_call import join_address, resolve_host, split_address
-from distjax._src.launch.processes import Ended, Guard, Output, Processes, signals_to
+from distjax._src.cluster.roll_call import resolve_host, split_address
+from distjax._src.launch.processes import Ended, Processes, output, signals_to, start_guard
 from distjax.errors import ClusterError, as_part, message
 
 UNCAUGHT, PEER_LOST, PREEMPTED, STUCK, DIFFERENT, CANNOT_START = 70, 71, 75, 76, 77, 78
@@ -56,9 +57,16 @@ _MAX_PREEMPTIONS, _MAX_PORTS = 100, 3
 #: Below what systems give to outgoing connections, so that none of those takes it.
 _PORTS = range(15_000, 32_000)
 _TAIL_BYTES = 1 << 16
-_FLAGS = ("--dry-run", "--help", "-h")
 #: States of a process, in /proc, that answers nobody.
 _FROZEN = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk"}
+
+# -- the options -----------------------------------------------------------------
+
+
+def refuse(expected: str, *, got: str, why: str, fix: str) -> NoReturn:
+    """Ends with 2, the code of an error of usage, and a message of four parts."""
+    print(message(expected, got=got, why=why, fix=fix), file=sys.stderr)
+    sys.exit(2)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,31 +82,33 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def refuse(expected: str, *, got: str, why: str, fix: str) -> NoReturn:
-    """Ends with 2, the code of an error of usage, and a message of four parts."""
-    print(message(expected, got=got, why=why, fix=fix), file=sys.stderr)
-    sys.exit(2)
+def _option(default: object, least: int | None, metavar: str | None, text: str) -> Any:
+    known = {"least": least, "metavar": metavar, "help": text}
+    return dataclasses.field(default=default, metadata=known)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `distjax launch` was told; the names are those of its options.
+    """What `distjax launch` was told: Python's own arguments, and an option for each other field.
 
-    Attributes:
-      command: the user's program, as Python's own arguments.
+    Its default, the least number that it may be, and its help stand beside it.
     """
 
     command: tuple[str, ...]
-    processes: int
-    devices_per_process: int | None = None
-    max_restarts: int = 0
-    grace_seconds: float = 30.0
-    step_deadline: int | None = None
-    result_dir: str | None = None
-    nodes: int = 1
-    node_rank: int = 0
-    coordinator: str | None = None
-    dry_run: bool = False
+    processes: int = _option(None, 1, "P", "processes of this machine")
+    devices_per_process: int | None = _option(None, 1, "D", "CPU devices, or GPUs, of each")
+    max_restarts: int = _option(0, 0, "N", "in a row without a new step (0)")
+    grace_seconds: float = _option(30.0, 0, "S", "to save when told to end (30)")
+    step_deadline: int | None = _option(None, 1, "S", "seconds that a step may take (600)")
+    result_dir: str | None = _option(
+        None, None, "DIR", "of logs and events; kept (a temporary one)"
+    )
+    nodes: int = _option(1, 1, "N", "machines of the job (1)")
+    node_rank: int = _option(0, 0, "I", "which of them this is (0)")
+    coordinator: str | None = _option(
+        None, None, "HOST:PORT", "where process 0 listens, for several machines"
+    )
+    dry_run: bool = _option(False, None, None, "print what would be started")
 
     @property
     def num_processes(self) -> int:
@@ -135,57 +145,67 @@ class Options:
             "DISTJAX_RESULT_DIR": directory,
             "DISTJAX_ATTEMPT": str(attempt),
         }
-        count = self.devices_per_process
-        if count is not None:  # of CPUs; or of GPUs, by their numbers
+        if (count := self.devices_per_process) is not None:  # of CPUs; or of GPUs, by their numbers
+            ids = range(index * count, (index + 1) * count)
             own["JAX_NUM_CPU_DEVICES"] = str(count)
-            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(
-                map(str, range(index * count, (index + 1) * count))
-            )
+            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, ids))
         if self.step_deadline is not None:
             own["DISTJAX_STEP_DEADLINE"] = str(self.step_deadline)
         return own
 
 
-def _make_parser() -> _Parser:
+def parse(argv: Sequence[str]) -> Options:
+    """Returns the options in the arguments of `distjax launch`; ends with 2 if they are wrong."""
     parser = _Parser(
         prog="distjax launch",
         usage="distjax launch --processes P [options] SCRIPT|-m MODULE [arguments of the script]",
         description="Starts the processes of a job on this machine, and keeps it running.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--processes", type=int, required=True, metavar="P", help="processes of this machine")
-    add("--devices-per-process", type=int, metavar="D", help="CPU devices, or GPUs, of each")
-    add("--max-restarts", type=int, default=0, metavar="N", help="in a row without a new step (0)")
-    add("--grace-seconds", type=float, default=30.0, metavar="S", help="to save when told to end")
-    add("--step-deadline", type=int, metavar="S", help="seconds that a step may take (600)")
-    add("--result-dir", metavar="DIR", help="of logs and events; kept (a temporary one)")
-    add("--nodes", type=int, default=1, metavar="N", help="machines of the job (1)")
-    add("--node-rank", type=int, default=0, metavar="I", help="which of them this is (0)")
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for several machines")
-    add("--dry-run", action="store_true", help="print what would be started")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Returns the options in the arguments of `distjax launch`; ends with 2 if they are wrong."""
-    parser, number = _make_parser(), 0
+    ours = {"--" + each.name.replace("_", "-"): each for each in dataclasses.fields(Options)[1:]}
+    for option, each in ours.items():
+        known: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
+        if each.type == "bool":
+            known["action"] = "store_true"
+        else:
+            kinds = {"int": int, "float": float, "str": str}
+            known["type"] = kinds[str(each.type).partition(" ")[0]]
+            known |= {"metavar": each.metadata["metavar"], "required": each.name == "processes"}
+        parser.add_argument(option, **known)
+    number = 0
     while number < len(argv) and argv[number].startswith("-") and argv[number] not in ("-m", "--"):
-        takes_next = "=" not in argv[number] and argv[number] not in _FLAGS
-        number += 2 if takes_next else 1
+        is_flag = "=" in argv[number] or argv[number] in ("--dry-run", "--help", "-h")
+        number += 1 if is_flag else 2
     found = vars(parser.parse_args(argv[:number]))
-    command = list(argv[number:])
-    if command[:1] == ["--"]:
-        del command[0]
+    command = [*argv[number:]]
+    command = command[1:] if command[:1] == ["--"] else command
     _require_program(command)
     num_own = 2 if command[0] == "-m" else 1
     arguments = command[num_own:]
+    names = [argument.partition("=")[0] for argument in arguments]
     if arguments[:1] == ["--"]:
         del arguments[0]
-    else:
-        _require_no_option_of_ours(parser, arguments)
+    elif late := [text for text, name in zip(arguments, names, strict=True) if name in ours]:
+        refuse(
+            "distjax launch needs its own options before the script",
+            got=f"{late[0]} after it",
+            why="what follows the script is handed to it, and the launcher would not see it",
+            fix="move it before the script; if it is the script's own: "
+            f"distjax launch --processes 2 train.py -- {late[0]}",
+        )
     options = Options(command=(*command[:num_own], *arguments), **found)
-    _require_counts(options)
+    for option, each in ours.items():
+        value, least = found[each.name], each.metadata["least"]
+        most = options.nodes - 1 if each.name == "node_rank" else 1 << 31
+        if value is not None and least is not None and not least <= value <= most:
+            refuse(
+                f"distjax launch needs a number from {least} up as {option}"
+                + (f", and at most {most}" if each.name == "node_rank" else ""),
+                got=str(value),
+                why="it counts processes, devices, machines, restarts or seconds; machines are "
+                "numbered from 0, and the first one has process 0",
+                fix=f"{option} {max(least, min(most, 1))}",
+            )
     _require_coordinator(options)
     return options
 
@@ -213,46 +233,16 @@ def _require_program(command: Sequence[str]) -> None:
     )
 
 
-def _require_no_option_of_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    ours = {name for name in parser._option_string_actions if name[:2] == "--"} - {"--help"}
-    for argument in arguments:
-        if argument.partition("=")[0] in ours:
-            refuse(
-                "distjax launch needs its own options before the script",
-                got=f"{argument} after it",
-                why="what follows the script is handed to it, and the launcher would not see it",
-                fix="move it before the script; if it is the script's own: "
-                f"distjax launch --processes 2 train.py -- {argument}",
-            )
-
-
-def _require_counts(options: Options) -> None:
-    least = {"processes": 1, "devices_per_process": 1, "max_restarts": 0, "grace_seconds": 0}
-    least |= {"step_deadline": 1, "nodes": 1, "node_rank": 0}
-    for name, bound in least.items():
-        value, option = getattr(options, name), "--" + name.replace("_", "-")
-        most = options.nodes - 1 if name == "node_rank" else 1 << 31
-        if value is not None and not bound <= value <= most:
-            refuse(
-                f"distjax launch needs a number from {bound} up as {option}"
-                + (f", and at most {most}" if name == "node_rank" else ""),
-                got=str(value),
-                why="it counts processes, devices, machines, restarts or seconds; machines are "
-                "numbered from 0, and the first one has process 0",
-                fix=f"{option} {max(bound, min(most, 1))}",
-            )
-
-
 def _require_coordinator(options: Options) -> None:
     if options.coordinator is None:
-        if options.nodes > 1:
-            refuse(
-                "distjax launch needs --coordinator for a job of several machines",
-                got=f"--nodes {options.nodes} without it",
-                why="process 0, on the machine of --node-rank 0, listens there for all others",
-                fix="--coordinator HOST:PORT: that machine's name, and a port that is free there",
-            )
-        return
+        if options.nodes == 1:
+            return
+        refuse(
+            "distjax launch needs --coordinator for a job of several machines",
+            got=f"--nodes {options.nodes} without it",
+            why="process 0, on the machine of --node-rank 0, listens there for all others",
+            fix="--coordinator HOST:PORT: that machine's name, and a port that is free there",
+        )
     try:
         resolve_host(*split_address(options.coordinator, "--coordinator"))
     except (ClusterError, OSError, UnicodeError) as error:
@@ -289,16 +279,6 @@ class Failure:
     traceback: str = ""
     step: int | None = None
 
-    @property
-    def key(self) -> tuple[int, str]:
-        """What is the same if it comes again."""
-        return self.process, self.error
-
-    @property
-    def may_be_restarted(self) -> bool:
-        """Whether another attempt may end otherwise."""
-        return self.code in list(_MEANINGS)[:4] or self.code > 128
-
 
 class Launcher:
     """Runs attempts until one has ended well, or none helps any more.
@@ -322,6 +302,9 @@ class Launcher:
         self.failure: Failure | None = None
         self._stopped_by: int | None = None
         self._best_step = -1
+        #: Of preemptions, of ports that were taken, and of restarts since the last new step.
+        self._counts = {"preemption": 0, "port": 0, "restart": 0}
+        self._events = os.path.join(directory, FILE)
         self._offset = 0  # of the events that are not read yet
 
     def run(self, timeout: float | None = None) -> int:
@@ -330,53 +313,54 @@ class Launcher:
         Raises:
           TimeoutError: it takes longer than `timeout` seconds; no process is left.
         """
-        path = os.path.join(self._directory, FILE)
-        self._offset = os.path.getsize(path) if os.path.exists(path) else 0
-        failures = preemptions = ports = attempt = 0
-        former: Failure | None = None
-        guard = Guard()
+        self._offset = os.path.getsize(self._events) if os.path.exists(self._events) else 0
         until = None if timeout is None else time.monotonic() + timeout
-        try:
+        attempt, former = 0, None
+        with start_guard() as guard:
             while True:
                 best = self._best_step
                 code = self._attempt(attempt, guard, until)
-                cause = self.failure
                 if self._best_step > best:
-                    failures = preemptions = 0
+                    self._counts |= {"preemption": 0, "restart": 0}
                     former = None
-                if cause is None or self._stopped_by is not None:
-                    return self._end(attempt, code)
-                most, is_new_port = self._options.max_restarts, self._is_port_taken(cause)
-                is_again = former is not None and former.key == cause.key and code == UNCAUGHT
-                if code == PREEMPTED and preemptions < _MAX_PREEMPTIONS:
-                    preemptions, what = preemptions + 1, "another attempt, which is no restart"
-                elif is_new_port and ports < _MAX_PORTS:
-                    ports, what = ports + 1, "another attempt, on another port"
-                elif not cause.may_be_restarted:
-                    return self._end(attempt, code, f"no restart helps after {code}")
-                elif is_again:
-                    return self._end(attempt, code, "the same error twice, and no step between")
-                elif failures >= most:
-                    return self._end(attempt, code, f"--max-restarts is {most}")
-                else:
-                    failures, what = failures + 1, f"restart {failures + 1} of {most}"
+                if self.failure is None or self._stopped_by is not None:
+                    self._record("ended", attempt, code=code)
+                    return code
+                is_again, what = self._decide(self.failure, former)
+                if not is_again:
+                    self._record("ended", attempt, code=code)
+                    self._say(f"not restarted: {what}; exit code {code}")
+                    return code
                 self._record("restarted", attempt)
                 step = f"; the latest step is {self._best_step}" if self._best_step >= 0 else ""
                 self._say(what + step)
-                former, attempt = cause, attempt + 1
-        finally:
-            guard.close()
+                attempt, former = attempt + 1, self.failure
 
-    def _is_port_taken(self, cause: Failure) -> bool:
-        """Whether somebody took the port that was chosen here, before process 0 did."""
-        is_ours = self._options.coordinator is None
-        return is_ours and cause.code == CANNOT_START and "needs to listen at" in cause.error
+    def _decide(self, cause: Failure, former: Failure | None) -> tuple[bool, str]:
+        """Returns whether there is another attempt, and which one, or why not.
 
-    def _end(self, attempt: int, code: int, why: str = "") -> int:
-        self._record("ended", attempt, code=code)
-        if why:
-            self._say(f"not restarted: {why}; exit code {code}")
-        return code
+        Args:
+          cause: why the last attempt has failed.
+          former: why the one before it has, if there was no new step since.
+        """
+        counts, most = self._counts, self._options.max_restarts
+        code, is_ours = cause.code, self._options.coordinator is None
+        if code == PREEMPTED and counts["preemption"] < _MAX_PREEMPTIONS:
+            counts["preemption"] += 1
+            return True, "another attempt, which is no restart"
+        is_taken = code == CANNOT_START and "needs to listen at" in cause.error
+        if is_ours and is_taken and counts["port"] < _MAX_PORTS:  # somebody was there first
+            counts["port"] += 1
+            return True, "another attempt, on another port"
+        if code not in list(_MEANINGS)[:4] and code <= 128:
+            return False, f"no restart helps after {code}"
+        same = former is not None and (former.process, former.error) == (cause.process, cause.error)
+        if same and code == UNCAUGHT:
+            return False, "the same error twice, and no step between"
+        if counts["restart"] >= most:
+            return False, f"--max-restarts is {most}"
+        counts["restart"] += 1
+        return True, f"restart {counts['restart']} of {most}"
 
     def _record(
         self, event: str, attempt: int, process: int | None = None, **facts: object
@@ -384,7 +368,7 @@ class Launcher:
         with contextlib.suppress(OSError):  # a full disk must not end the job
             append(self._directory, event, attempt, process, **facts)
 
-    def _attempt(self, attempt: int, guard: Guard, until: float | None) -> int:
+    def _attempt(self, attempt: int, guard: subprocess.Popen[bytes], until: float | None) -> int:
         """Runs one attempt; returns its exit code, and keeps why it failed in `failure`."""
         options, self.failure = self._options, None
         folder = os.path.join(self._directory, f"attempt-{attempt}")
@@ -394,17 +378,11 @@ class Launcher:
         given = options.coordinator
         with hold_port() if given is None else contextlib.nullcontext(given) as address:
             own = [
-                options.environment(index, attempt, address, self._directory)
+                os.environ | options.environment(index, attempt, address, self._directory)
                 for index in range(options.processes)
             ]
-            processes = Processes(
-                [[sys.executable, *options.command]] * options.processes,
-                [{**os.environ, **variables} for variables in own],
-                logs,
-                guard,
-                self._show,
-                self.queue,
-            )
+            command = [sys.executable, *options.command]
+            processes = Processes(command, own, logs, guard, self._show, self.queue)
             try:
                 for process, pid in zip(ids, processes.pids, strict=True):
                     self._record("started", attempt, process, pid=pid)
@@ -416,8 +394,7 @@ class Launcher:
         if self._stopped_by is not None:
             codes = {each.code for each in ended}
             return PREEMPTED if PREEMPTED in codes else max(codes) and 128 + self._stopped_by
-        causes = _Causes(attempt, options, logs, told)
-        self.failure = causes.find(ended, left)
+        self.failure = find_cause(attempt, options, logs, told, ended, left)
         if self.failure is None:
             return 0
         self._tell(self.failure, ended, logs)
@@ -449,7 +426,7 @@ class Launcher:
                 seconds = self._options.grace_seconds
             else:
                 ended.append(event)
-                self._record("exited", attempt, self._options.first + event.index, code=event.code)
+                self._record("exited", attempt, self._options.first + event.place, code=event.code)
                 seconds = None if event.was_killed else self._seconds_for_others(event, attempt)
             if seconds is not None:
                 limit = time.monotonic() + seconds
@@ -476,13 +453,12 @@ class Launcher:
         if event.code != 0:
             return _FOLLOW_SECONDS.get(event.code, 0.0)
         told = self._read_events(attempt, keep=True)
-        process = self._options.first + event.index
-        return None if has_joined(told, process, self._options) else _UNJOINED_SECONDS
+        return None if _has_joined(told, event.place, self._options) else _UNJOINED_SECONDS
 
     def _read_events(self, attempt: int, *, keep: bool = False) -> list[dict[str, Any]]:
         """Returns what processes have told since the last attempt, and notes the latest step."""
         told: list[dict[str, Any]] = []
-        with contextlib.suppress(OSError), open(os.path.join(self._directory, FILE), "rb") as file:
+        with contextlib.suppress(OSError), open(self._events, "rb") as file:
             file.seek(self._offset)
             for line in file.read().split(b"\n"):
                 with contextlib.suppress(ValueError):
@@ -495,13 +471,12 @@ class Launcher:
 
     def _tell(self, cause: Failure, ended: Sequence[Ended], logs: Sequence[str]) -> None:
         """Prints the first cause, then what followed from it, then where the logs are."""
+        facts = dataclasses.asdict(cause)
         path = os.path.join(self._directory, "failure.json")
         with contextlib.suppress(OSError), open(path, "w") as file:
-            json.dump(dataclasses.asdict(cause), file)
-        facts = {"error": cause.error, "traceback": cause.traceback}
-        self._record(
-            "failure", cause.attempt, cause.process, code=cause.code, step=cause.step, **facts
-        )
+            json.dump(facts, file)
+        del facts["host"]
+        self._record("failure", **facts)
         if cause.code == PREEMPTED:
             self._say("the job was told to stop, and has saved")
             return
@@ -516,20 +491,13 @@ class Launcher:
             self._say("  " + line)
         first = self._options.first
         others = [
-            f"process {first + each.index} "
-            + ("was killed" if each.was_killed else f"ended with {each.code}")
-            for each in ended
-            if first + each.index != cause.process and each.code
+            f"process {first + i} " + ("was killed" if was_killed else f"ended with {code}")
+            for i, code, was_killed in ended
+            if first + i != cause.process and code
         ]
         if others:
             self._say("then " + ", ".join(others))
         self._say(f"logs: {logs[cause.process - first]}")
-
-
-def has_joined(told: Sequence[Mapping[str, Any]], process: int, options: Options) -> bool:
-    """Returns whether a process that ended well was part of the job."""
-    joined = {event["process"] for event in told if event["event"] == "joined"}
-    return options.num_processes == 1 or process in joined
 
 
 @contextlib.contextmanager
@@ -555,93 +523,75 @@ def hold_port() -> Generator[str]:
 # -- what failed first -----------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Causes:
-    """What is known about the end of an attempt.
+def find_cause(
+    attempt: int,
+    options: Options,
+    logs: Sequence[str],
+    told: Sequence[Mapping[str, Any]],
+    ended: Sequence[Ended],
+    left: Mapping[int, str],
+) -> Failure | None:
+    """Returns why an attempt has failed; None if it has not.
 
-    Attributes:
+    Args:
       attempt: its number.
       options: what was started.
       logs: the log of each process.
       told: the events of the attempt.
+      ended: how each process has ended, in order.
+      left: what those did that did not end by themselves, by index.
     """
+    make = lambda process, *facts: Failure(attempt, process, socket.gethostname(), *facts)
+    recorded: dict[int, Mapping[str, Any]] = {}
+    for event in told:
+        if event["event"] == "failed":
+            recorded.setdefault(event["process"] - options.first, event)
+    found: list[tuple[int, float, Failure]] = []  # by rank: who only follows comes later
+    for order, (index, code, was_killed) in enumerate(ended):
+        process, event = options.first + index, recorded.get(index)
+        has_joined = _has_joined(told, index, options)
+        if event is not None:
+            names_who = "Got: the end of process" in event["error"]  # on another machine
+            rank = 0 if event["code"] != PEER_LOST else 1 if names_who else 2
+            what = (event[name] for name in ("process", "code", "error", "traceback", "step"))
+            found.append((rank, event["time"], make(*what)))
+        elif code == 0 and not has_joined:
+            text = message(
+                f"each process of a job of {options.num_processes} needs to join it",
+                got=f"the end of process {process} without a call of dj.initialize",
+                why="each would train a model of its own, and the others would wait for it",
+                fix="dj.initialize() at the start of the script; or distjax launch --processes 1",
+            )
+            found.append((1, order, make(process, CANNOT_START, text)))
+        elif code != 0 and not was_killed:
+            raised = last_traceback(logs[index]) if code != 137 else None
+            is_ours = has_joined and options.num_processes > 1
+            if code == 1 and raised is not None and not is_ours:
+                code = UNCAUGHT  # Python's own code for an exception
+            said = raised or (_signal_name(code) or f"exit code {code}, without an error",)
+            rank = 2 if code in (_ABORTED, PEER_LOST) else 0
+            found.append((rank, order, make(process, code, *said)))
+    if not found:
+        return None
+    rank, _, cause = min(found, key=lambda row: row[:2])
+    frozen = [index for index, state in left.items() if state in _FROZEN.values()]
+    if rank < 2 or not frozen:
+        return cause
+    index, process = frozen[0], options.first + frozen[0]
+    text = message(
+        f"process {process} needs to answer the others",
+        got=f"nothing more from it, which was {left[index]}; and of process {cause.process}: "
+        + as_part(cause.error),
+        why="the system keeps it from running",
+        fix=f"look at its log, {logs[index]}, and at its machine",
+    )
+    return make(process, cause.code, text)
 
-    attempt: int
-    options: Options
-    logs: Sequence[str]
-    told: Sequence[Mapping[str, Any]]
 
-    def find(self, ended: Sequence[Ended], left: Mapping[int, str]) -> Failure | None:
-        """Returns why the attempt has failed; None if it has not.
-
-        Args:
-          ended: how each process has ended, in order.
-          left: what those did that did not end by themselves, by index.
-        """
-        recorded: dict[int, Mapping[str, Any]] = {}
-        for event in self.told:
-            if event["event"] == "failed":
-                recorded.setdefault(event["process"] - self.options.first, event)
-        found: list[tuple[int, float, Failure]] = []  # by rank: who only follows comes later
-        for order, each in enumerate(ended):
-            event = recorded.get(each.index)
-            if event is not None:
-                follows = event["code"] == PEER_LOST
-                names_who = "Got: the end of process" in event["error"]  # on another machine
-                rank = 0 if not follows else 1 if names_who else 2
-                what = (event[name] for name in ("process", "code", "error", "traceback", "step"))
-                found.append((rank, event["time"], self._make(*what)))
-            elif each.code == 0 and not has_joined(
-                self.told, self.options.first + each.index, self.options
-            ):
-                found.append((1, order, self._without_joining(each)))
-            elif each.code != 0 and not each.was_killed:
-                failure = self._of_log(each)
-                rank = 2 if failure.code in (_ABORTED, PEER_LOST) else 0
-                found.append((rank, float(order), failure))
-        if not found:
-            return None
-        rank, _, cause = min(found, key=lambda row: row[:2])
-        frozen = [index for index, state in left.items() if state in _FROZEN.values()]
-        return self._frozen(cause, frozen[0], left) if rank == 2 and frozen else cause
-
-    def _make(
-        self, process: int, code: int, error: str, trace: str = "", step: int | None = None
-    ) -> Failure:
-        return Failure(self.attempt, process, socket.gethostname(), code, error, trace, step)
-
-    def _of_log(self, each: Ended) -> Failure:
-        """Returns what a process that has recorded nothing, says in its log."""
-        process, code = self.options.first + each.index, each.code
-        found = last_traceback(self.logs[each.index])
-        is_ours = has_joined(self.told, process, self.options) and self.options.num_processes > 1
-        if code == 1 and found is not None and not is_ours:
-            return self._make(process, UNCAUGHT, *found)  # Python's own code for an exception
-        text = _signal_name(code) or f"exit code {code}, without an error"
-        if found is not None and code != 137:
-            return self._make(process, code, *found)
-        return self._make(process, code, text)
-
-    def _without_joining(self, each: Ended) -> Failure:
-        process = self.options.first + each.index
-        text = message(
-            f"each process of a job of {self.options.num_processes} needs to join it",
-            got=f"the end of process {process} without a call of dj.initialize",
-            why="each would train a model of its own, and the others would wait for it",
-            fix="dj.initialize() at the start of the script; or distjax launch --processes 1",
-        )
-        return self._make(process, CANNOT_START, text)
-
-    def _frozen(self, cause: Failure, index: int, left: Mapping[int, str]) -> Failure:
-        """Returns that a process has stopped answering, by what the first of the others met."""
-        text = message(
-            f"process {self.options.first + index} needs to answer the others",
-            got=f"nothing more from it, which was {left[index]}; and of process {cause.process}: "
-            + as_part(cause.error),
-            why="the system keeps it from running",
-            fix=f"look at its log, {self.logs[index]}, and at its machine",
-        )
-        return self._make(self.options.first + index, cause.code, text)
+def _has_joined(told: Sequence[Mapping[str, Any]], index: int, options: Options) -> bool:
+    """Returns whether a process that ended well was part of the job."""
+    joined = {event["process"] for event in told if event["event"] == "joined"}
+    return options.num_processes == 1 or options.first + index in joined
 
 
 def last_traceback(path: str) -> tuple[str, str] | None:
@@ -653,14 +603,14 @@ def last_traceback(path: str) -> tuple[str, str] | None:
     except OSError:
         return None
     found = tail.rfind("Traceback (most recent call last):")
-    lines = tail[found:].splitlines() if found >= 0 else tail.splitlines()
+    lines = tail[max(found, 0) :].splitlines()
     pattern = r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit|Warning|Group)\b.*"
     ends = [i for i, line in enumerate(lines) if re.fullmatch(pattern, line)]
     if found >= 0:
-        ends = [i for i, line in enumerate(lines) if i and line[:1].strip()][:1]
+        ends = [i for i, line in enumerate(lines) if i and line[:1].strip()]
     if not ends:
         return None
-    return lines[ends[0]], "\n".join(lines[: ends[0] + 1]) if found >= 0 else lines[ends[0]]
+    return lines[ends[0]], "\n".join(lines[0 if found >= 0 else ends[0] : ends[0] + 1])
 
 
 def _signal_name(code: int) -> str:
@@ -671,8 +621,7 @@ def _signal_name(code: int) -> str:
 def _state_of(pid: int) -> str:
     """Returns what a process that did not end was doing, as far as the system says."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        letter = file.read().rpartition(")")[2].split()[0]
-        return _FROZEN.get(letter, "running")
+        return _FROZEN.get(file.read().rpartition(")")[2].split()[0], "running")
     return "running"
 
 
@@ -683,13 +632,19 @@ def main(argv: Sequence[str]) -> int:
     """Runs `distjax launch` with these arguments, and returns its exit code."""
     options = parse(argv)
     if options.dry_run:
-        _print_plan(options)
+        directory = os.path.abspath(options.result_dir or "a-temporary-directory")
+        for index in range(options.processes):
+            address = options.coordinator or "127.0.0.1:1234"
+            own = options.environment(index, 0, address, directory)
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in own.items())
+            command = shlex.join((sys.executable, *options.command))
+            print(f"[{options.first + index}] {variables} {command}")
         return 0
-    directory, is_temporary = _make_directory(options), options.result_dir is None
-    launcher = Launcher(options, directory, Output(options.first).show, _say)
+    directory = _make_directory(options)
+    launcher = Launcher(options, directory, output(options.first), _say)
     with signals_to(launcher.queue):
         code = launcher.run()
-    if is_temporary and code == 0:
+    if options.result_dir is None and code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     return code
 
@@ -708,11 +663,10 @@ def _make_directory(options: Options) -> str:
         directory = os.path.join(directory, f"node-{options.node_rank}")
     try:
         os.makedirs(directory, exist_ok=True)
-        names = [
-            n for n in os.listdir(directory) if n.startswith("attempt-") or n == "failure.json"
-        ]
+        there = os.listdir(directory)
+        names = [n for n in there if n.startswith("attempt-") or n == "failure.json"]
         if names:
-            number = sum(name.startswith("before-") for name in os.listdir(directory))
+            number = sum(name.startswith("before-") for name in there)
             former = os.path.join(directory, f"before-{number}")
             os.mkdir(former)
             for name in names:
@@ -725,15 +679,3 @@ def _make_directory(options: Options) -> str:
             fix="--result-dir runs/first, or none: then it is a temporary one",
         )
     return directory
-
-
-def _print_plan(options: Options) -> None:
-    host, port = split_address(options.coordinator or "127.0.0.1:1234", "--coordinator")
-    directory = os.path.abspath(options.result_dir or "a-temporary-directory")
-    for index in range(options.processes):
-        own = options.environment(index, 0, join_address(host, port), directory)
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in own.items())
-        print(
-            f"[{options.first + index}] {variables} "
-            + shlex.join((sys.executable, *options.command))
-        )

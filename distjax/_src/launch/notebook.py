@@ -58,19 +58,16 @@ def notebook_launcher(
         fix="dj.launch.notebook_launcher(train, processes=2), without the parentheses of a call",
         error=TypeError,
     )
-    why = "so many are started"
+    why, name = "so many are started", "notebook_launcher: devices_per_process"
     require_int("notebook_launcher: processes", processes, 1, why=why, fix="processes=2")
-    name = "notebook_launcher: devices_per_process"
     require_int(name, devices_per_process, 1, why=why, fix="devices_per_process=1")
     with tempfile.TemporaryDirectory(prefix="distjax-notebook-") as folder:  # for this user alone
-        with open(os.path.join(folder, _CALL), "wb") as file:
-            file.write(_pickle((fn, tuple(args))))
+        _dump(os.path.join(folder, _CALL), (fn, tuple(args)))
         start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import answer; answer()"
-        command = ("-c", start)
-        options = Options(command, processes, devices_per_process)
-        launcher = Launcher(options, folder, _show, _say)
+        options = Options(("-c", start), processes, devices_per_process)
+        launcher = Launcher(options, folder, _show, lambda _: None)
         try:
-            code = launcher.run(timeout)
+            launcher.run(timeout)
         except TimeoutError:
             raise TimeoutError(
                 message(
@@ -80,50 +77,13 @@ def notebook_launcher(
                     fix="notebook_launcher(..., timeout=600), or None",
                 )
             ) from None
-        if code == 0:
-            return [_read(folder, index)[1] for index in range(processes)]
-        _raise(launcher, folder)
-    raise AssertionError  # `_raise` does
-
-
-def _show(index: int, line: bytes) -> None:
-    if not (line.startswith(b"[Gloo] ") or b" peer ranks. Expected number of " in line):
-        print(f"[{index}] {line.decode(errors='replace')}", flush=True)
-
-
-def _say(text: str) -> None:
-    """What the launcher says is raised as an error, or of no interest here."""
-
-
-def _pickle(call: object) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise ImportError(
-            message(
-                "notebook_launcher needs cloudpickle",
-                got=str(error),
-                why="functions of a notebook are in no module that another process could import",
-                fix="pip install 'distjax[launch]'",
-            )
-        ) from error
-    return cloudpickle.dumps(call)
-
-
-def _read(folder: str, index: int) -> tuple[str, Any, str]:
-    """Returns how the call went in a process: "result" or "raised", the value, its traceback."""
-    with open(os.path.join(folder, _RESULT.format(index)), "rb") as file:
-        return pickle.load(file)
-
-
-def _raise(launcher: Launcher, folder: str) -> None:
-    cause = launcher.failure
-    assert cause is not None
-    try:
-        kind, error, trace = _read(folder, cause.process)
-    except (OSError, EOFError):
-        kind, error, trace = "ended", None, cause.traceback or cause.error
-    if kind == "raised" and isinstance(error, BaseException):
+        if (cause := launcher.failure) is None:
+            return [_load(folder, index)[0] for index in range(processes)]
+        try:
+            _, error, trace = _load(folder, cause.process)
+        except (OSError, EOFError):
+            error, trace = None, cause.traceback or cause.error
+    if isinstance(error, BaseException):
         error.add_note(f"raised in process {cause.process}:\n{trace}")
         raise error
     raise RuntimeError(
@@ -136,32 +96,52 @@ def _raise(launcher: Launcher, folder: str) -> None:
     )
 
 
+def _show(index: int, line: bytes) -> None:
+    if not (line.startswith(b"[Gloo] ") or b" peer ranks. Expected number of " in line):
+        print(f"[{index}] {line.decode(errors='replace')}", flush=True)
+
+
+def _dump(path: str, value: object) -> None:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "notebook_launcher needs cloudpickle",
+                got=str(error),
+                why="functions of a notebook are in no module that another process could import",
+                fix="pip install 'distjax[launch]'",
+            )
+        ) from error
+    content = cloudpickle.dumps(value)
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def _load(folder: str, index: int) -> tuple[Any, BaseException | None, str]:
+    """Returns how the call went in a process: its result, or the error and its traceback."""
+    with open(os.path.join(folder, _RESULT.format(index)), "rb") as file:
+        return pickle.load(file)
+
+
 # -- in the processes -------------------------------------------------------------
 
 
 def answer() -> None:
     """Calls the function, and leaves its result or error; what each process runs."""
-    folder = os.environ["DISTJAX_RESULT_DIR"]
-    with open(os.path.join(folder, _CALL), "rb") as file:
-        content = file.read()
-    path = os.path.join(folder, _RESULT.format(os.environ["DISTJAX_PROCESS_ID"]))
     import distjax
 
+    folder = os.environ["DISTJAX_RESULT_DIR"]
+    path = os.path.join(folder, _RESULT.format(os.environ["DISTJAX_PROCESS_ID"]))
     distjax.initialize()
     try:
-        fn, args = pickle.loads(content)
-        _write(path, ("result", fn(*args), ""))
+        with open(os.path.join(folder, _CALL), "rb") as file:
+            fn, args = pickle.load(file)
+        _dump(path, (fn(*args), None, ""))
     except Exception as error:
+        trace = traceback.format_exc()
         try:
-            _write(path, ("raised", error, traceback.format_exc()))
+            _dump(path, (None, error, trace))
         except Exception:  # it cannot be pickled: its text can
-            _write(path, ("raised", RuntimeError(traceback.format_exc()), traceback.format_exc()))
+            _dump(path, (None, RuntimeError(trace), trace))
         raise
-
-
-def _write(path: str, said: tuple[str, Any, str]) -> None:
-    import cloudpickle
-
-    content = cloudpickle.dumps(said)
-    with open(path, "wb") as file:
-        file.write(content)

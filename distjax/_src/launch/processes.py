@@ -13,7 +13,6 @@ On Linux the kernel kills the processes, too (PR_SET_PDEATHSIG), even if the gua
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -22,8 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import FrameType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 #: What each process is before it becomes the user's program. It adds its number to the guard's
 #: list; PR_SET_PDEATHSIG is 1.
@@ -64,52 +62,34 @@ _PYTHON = (sys.executable, "-I", "-S", "-c")
 _READ_SECONDS = 5.0
 #: A line that is longer is shown in parts.
 _MAX_LINE = 1 << 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Guard:
-    """Kills the processes of this launcher when it ends, in whatever way."""
+def start_guard() -> subprocess.Popen[bytes]:
+    """Starts what kills the groups on its list when this process ends, in whatever way.
 
-    def __init__(self) -> None:
-        self._started = subprocess.Popen(
-            [*_PYTHON, _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert self._started.stdin is not None
-        self.file = self._started.stdin.fileno()
-
-    def forget(self, group: int) -> None:
-        """Takes a group that is gone off the list."""
-        with contextlib.suppress(OSError):  # the guard was killed
-            os.write(self.file, b"-%d\n" % group)
-
-    def close(self) -> None:
-        """Ends the guard, which kills what is still on its list."""
-        self._started.communicate()
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """The end of a process.
-
-    Attributes:
-      index: which of the processes.
-      code: as in a shell: 128 + n after signal n.
-      was_killed: whether this launcher killed it.
+    As a context, it ends, and kills what is still on its list.
     """
+    null = subprocess.DEVNULL
+    command = [*_PYTHON, _GUARD]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+    )
 
-    index: int
+
+class Ended(NamedTuple):
+    """The end of a process: its exit code as in a shell, 128 + n after signal n."""
+
+    place: int
     code: int
-    was_killed: bool
+    was_killed: bool  # by this launcher
 
 
 class Processes:
     """The processes of one attempt.
 
     Args:
-      commands: the command of each.
+      command: of each.
       environments: the variables of each.
       logs: the path of each one's log.
       guard: which kills them if this process is killed.
@@ -119,32 +99,33 @@ class Processes:
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
+        command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         logs: Sequence[str],
-        guard: Guard,
+        guard: subprocess.Popen[bytes],
         show: Callable[[int, bytes], None],
         events: queue.SimpleQueue[Ended | int],
     ):
-        self._guard, self._show, self._events = guard, show, events
+        assert guard.stdin is not None
+        self._list, self._show, self._events = guard.stdin.fileno(), show, events
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         self._killed: set[int] = set()
+        start = [*_PYTHON, _START, str(self._list), str(os.getpid()), *command]
         try:
-            for index, command in enumerate(commands):
-                log = open(logs[index], "wb")
-                start = [*_PYTHON, _START, str(guard.file), str(os.getpid()), *command]
+            for index, (environment, log) in enumerate(zip(environments, logs, strict=True)):
+                file = open(log, "wb")
                 process = subprocess.Popen(
                     start,
-                    env=environments[index],
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    pass_fds=(guard.file,),
+                    pass_fds=(self._list,),
                 )
                 self._processes.append(process)
-                reader = threading.Thread(target=self._read, args=(index, log), daemon=True)
+                reader = threading.Thread(target=self._read, args=(index, file), daemon=True)
                 self._readers.append(reader)
                 reader.start()
                 threading.Thread(target=self._wait, args=(index,), daemon=True).start()
@@ -189,10 +170,10 @@ class Processes:
         process = self._processes[index]
         code = process.wait()
         self._kill_group(index)  # what it has left running
-        self._guard.forget(process.pid)
-        if code >= 0:
-            self._killed.discard(index)  # it was about to end by itself
-        self._events.put(Ended(index, 128 - code if code < 0 else code, index in self._killed))
+        with contextlib.suppress(OSError):  # the guard was killed
+            os.write(self._list, b"-%d\n" % process.pid)
+        was_killed = index in self._killed and code < 0  # else it was about to end by itself
+        self._events.put(Ended(index, as_in_a_shell(code), was_killed))
 
     def _read(self, index: int, log: BinaryIO) -> None:
         pipe = self._processes[index].stdout
@@ -204,49 +185,47 @@ class Processes:
                     log.write(part)
                     log.flush()
                 *lines, held = (held + part).split(b"\n")
+                if len(held) > _MAX_LINE:
+                    lines, held = [*lines, held], b""
                 for line in lines:
                     self._show(index, line)
-                if len(held) > _MAX_LINE:
-                    self._show(index, held)
-                    held = b""
             if held:
                 self._show(index, held)
 
 
-class Output:
-    """The launcher's stdout, shared by threads: one line of a process at a time.
+def as_in_a_shell(code: int) -> int:
+    """Returns an exit code: 128 + n after signal n."""
+    return 128 - code if code < 0 else code
+
+
+def output(first: int) -> Callable[[int, bytes], None]:
+    """Returns what writes to stdout, from any thread, a line of a process, behind its number.
 
     Args:
       first: the id of the first process of this machine.
     """
+    lock, is_open = threading.Lock(), True
 
-    def __init__(self, first: int = 0):
-        self._first, self._lock, self._is_open = first, threading.Lock(), True
-
-    def show(self, index: int, line: bytes) -> None:
-        """Writes a line with the number of its process before it."""
-        whole, file = b"[%d] %b\n" % (self._first + index, line), sys.stdout.fileno()
-        with self._lock:
-            while whole and self._is_open:
+    def show(index: int, line: bytes) -> None:
+        nonlocal is_open
+        whole, file = b"[%d] %b\n" % (first + index, line), sys.stdout.fileno()
+        with lock:
+            while whole and is_open:
                 try:
                     whole = whole[os.write(file, whole) :]
                 except BlockingIOError:  # somebody has made the terminal non-blocking
                     time.sleep(0.001)
                 except OSError:  # nobody reads any more: the logs have all of it
-                    self._is_open = False
+                    is_open = False
+
+    return show
 
 
 @contextlib.contextmanager
 def signals_to(events: queue.SimpleQueue[Ended | int]) -> Generator[None]:
     """A context in which SIGINT, SIGTERM and SIGHUP are put into a queue, by number."""
-
-    def put(number: int, frame: FrameType | None) -> None:
-        del frame
-        events.put(number)
-
-    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    numbers = [n for n in every if signal.getsignal(n) != signal.SIG_IGN]  # `nohup` means it
-    former = {number: signal.signal(number, put) for number in numbers}
+    numbers = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # `nohup` means it
+    former = {n: signal.signal(n, lambda number, _: events.put(number)) for n in numbers}
     try:
         yield
     finally:
@@ -255,19 +234,14 @@ def signals_to(events: queue.SimpleQueue[Ended | int]) -> Generator[None]:
 
 
 def be_init(argv: Sequence[str]) -> int:
-    """Runs `distjax` as a child of this process 1, which reaps what nobody else waits for.
+    """Runs `distjax` with these arguments as a child of this process 1; returns its exit code.
 
-    Args:
-      argv: its arguments.
-
-    Returns:
-      Its exit code.
+    Process 1 reaps what nobody else waits for.
     """
     child = subprocess.Popen([sys.executable, "-m", "distjax", *argv])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     while True:
         pid, status = os.wait()
         if pid == child.pid:
-            code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
+            return as_in_a_shell(os.waitstatus_to_exitcode(status))

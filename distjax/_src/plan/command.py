@@ -29,35 +29,33 @@ def main(argv: Sequence[str]) -> int:
     chosen = _parser().parse_args(argv)
     _use_no_device(chosen.topology, chosen.chips)
     try:
-        for file in filter(None, (chosen.json, chosen.html)):
-            _require_room(file)
-        axes: Any = dict(_pair(text, int) for text in chosen.model_axes.split(",") if text)
-        options: Any = dict(_pair(text, str) for text in chosen.option)
-        chips = [int(n) for n in chosen.chips.split(",") if n]
-    except (OSError, ValueError) as error:
-        return _usage(error)
-    try:
-        target = targets.require_target(targets.load(chosen.target))
-    except (ValueError, TypeError) as error:
-        return _usage(error) if _is_ours(error) else _raised()
-    except Exception:
-        return _raised()
-    try:
-        report = plan(
-            target,
+        for file in filter(None, (chosen.json, chosen.html)):  # before minutes of work
+            _save(file, "", "a")
+        found = plan(
+            targets.load(chosen.target),
             chosen.topology.split(","),
             slices=chosen.slices,
             strategies=chosen.strategies.split(","),
-            chips=chips,
-            model_axes=axes,
+            chips=[int(n) for n in chosen.chips.split(",") if n],
+            model_axes=_pairs(chosen.model_axes.split(","), int),
             batch=chosen.batch,
-            options=options,
+            options=_pairs(chosen.option, str),
         )
-    except (ValueError, TypeError, RuntimeError) as error:
-        return _usage(error) if _is_ours(error) else _raised()
-    except Exception:
-        return _raised()
-    return _write(Report(chosen.target, report.jax, report.libtpu, report.plans), chosen)
+        report = Report(chosen.target, found.jax, found.libtpu, found.plans)
+        if chosen.json != "-":
+            print(report)
+        if chosen.json:
+            _save(chosen.json, report.to_json(indent=1))
+        if chosen.html:
+            _save(chosen.html, page.as_page(report))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        if os.path.dirname(where) != os.path.dirname(__file__):  # the target's own
+            traceback.print_exc()
+            return 70
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if report.fits else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,74 +88,36 @@ def _use_no_device(topology: str, chips: str) -> None:
     jax.config.update("jax_num_cpu_devices", max([1, *counts]))
 
 
-def _pair(text: str, kind: type) -> tuple[str, int | str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key or (kind is int and not value.isdigit()):
+def _pairs(texts: Sequence[str], kind: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in filter(None, texts):
+        key, equals, value = text.partition("=")
+        if not equals or not key or (kind is int and not value.isdigit()):
+            raise ValueError(
+                message(
+                    "--model-axes and --option need NAME=VALUE",
+                    got=repr(text),
+                    why="each names one axis, or one option of the compiler",
+                    fix="--model-axes model=4 --option xla_tpu_enable_async_all_reduce=true",
+                )
+            )
+        found[key] = kind(value)
+    return found
+
+
+def _save(file: str, text: str, mode: str = "w") -> None:
+    if file == "-":
+        print(text, end="\n" if text else "")
+        return
+    try:
+        with open(file, mode, encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
         raise ValueError(
             message(
-                "--model-axes and --option need NAME=VALUE",
-                got=repr(text),
-                why="each names one axis, or one option of the compiler",
-                fix="--model-axes model=4 --option xla_tpu_enable_async_all_reduce=true",
+                f"{file} needs to be a file that can be written, and room for it",
+                got=str(error),
+                why="the report is written at the end; if it was made, it is printed above",
+                fix="free some space, or --json and --html with another place",
             )
-        )
-    return key, kind(value)
-
-
-def _require_room(file: str) -> None:
-    """Raises before minutes of work if a file cannot be written."""
-    folder = os.path.dirname(os.path.abspath(file))
-    if file == "-" or (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        return
-    raise ValueError(
-        message(
-            f"{file} needs a folder that can be written to",
-            got=f"{folder}, which {'cannot' if os.path.isdir(folder) else 'is not there'}",
-            why="the report is written there at the end",
-            fix="--json or --html with another place",
-        )
-    )
-
-
-def _is_ours(error: Exception) -> bool:
-    """Returns whether an error is one of usage, raised by the plan itself."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and os.path.dirname(frames[-1].filename) == os.path.dirname(__file__)
-
-
-def _usage(error: Exception) -> int:
-    print(error, file=sys.stderr)
-    return 2
-
-
-def _raised() -> int:
-    """Prints the target's own traceback."""
-    traceback.print_exc()
-    return 70
-
-
-def _write(report: Report, chosen: argparse.Namespace) -> int:
-    try:
-        if chosen.json == "-":
-            print(report.to_json())
-        else:
-            print(report)
-            if chosen.json:
-                _save(chosen.json, report.to_json(indent=1))
-        if chosen.html:
-            _save(chosen.html, page.as_page(report))
-    except OSError as error:
-        text = message(
-            f"{error.filename or 'the report'} needs room",
-            got=str(error),
-            why="the report is written at the end; it was printed above, if it was made",
-            fix="free some space, or --json and --html with another place",
-        )
-        print(text, file=sys.stderr)
-        return 2
-    return 0 if report.fits else 1
-
-
-def _save(file: str, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as opened:
-        opened.write(text)
+        ) from error

@@ -16,21 +16,15 @@ from typing import Any
 
 import jax
 
-from distjax._src.diagnostics.collectives import (
-    Collective,
-    collective_instructions,
-    list_compiled,
-    list_lowered,
-)
+from distjax._src import jax_compat
+from distjax._src.diagnostics.collectives import list_compiled, list_lowered
 from distjax._src.diagnostics.explain_step import Notes, lower_step
-from distjax._src.placement import Topology
-from distjax._src.plan import targets
-from distjax._src.plan.arguments import Argument, arguments_of
-from distjax._src.plan.reading import planned_collectives, read_memory, seconds_at_least
-from distjax._src.plan.report import NotSplit, Plan, PlannedCollective, PlannedMemory, Report
+from distjax._src.placement.topology import Topology
+from distjax._src.plan import reading, targets
+from distjax._src.plan.report import Record, Report
 from distjax._src.plan.schedule import Schedule
 from distjax._src.plan.topologies import Described, describe, read_exhausted, squarest
-from distjax._src.program.jit import CompiledProgram, LoweredProgram
+from distjax._src.program.jit import LoweredProgram
 from distjax._src.replica.arguments import function_name
 from distjax._src.strategies.mirrored import MirroredStrategy
 from distjax._src.strategies.sharded import (
@@ -39,16 +33,14 @@ from distjax._src.strategies.sharded import (
     ShardedStrategy,
 )
 from distjax._src.strategies.strategy import Strategy
-from distjax._src.typing import PyTree
-from distjax._src.user_lines import UNKNOWN
-from distjax.errors import UnsupportedError, describe_value, message
+from distjax._src.tables import format_bytes
+from distjax.errors import UnsupportedError, describe_value, message, require
 
-_sharded = lambda partition: functools.partial(ShardedStrategy, partition=partition)
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "mirrored": MirroredStrategy,
-    "zero1": _sharded("optimizer"),
-    "zero2": _sharded("gradients"),
-    "zero3": _sharded("parameters"),
+    "zero1": functools.partial(ShardedStrategy, partition="optimizer"),
+    "zero2": functools.partial(ShardedStrategy, partition="gradients"),
+    "zero3": functools.partial(ShardedStrategy, partition="parameters"),
     "central": CentralStorageStrategy,
 }
 #: Arrays of fewer bytes are not worth a line.
@@ -102,228 +94,184 @@ def plan(
     """
     names = [topology] if isinstance(topology, str) else list(topology)
     found = targets.require_target(targets.load(target) if isinstance(target, str) else target)
-    _require_strategies(strategies)
-    plans: list[Plan] = []
+    unknown = [s for s in strategies if s not in STRATEGIES]
+    require(
+        bool(strategies) and not unknown,
+        "a plan needs names of strategies",
+        got=", ".join(map(repr, unknown)) or describe_value(strategies),
+        why="each is compiled for the topology",
+        fix=f"--strategies with some of {','.join(STRATEGIES)}",
+    )
+    plans: list[Record] = []
+    errors: list[Exception] = []
     for name in [squarest(names[0], n) for n in chips] or names:
         described = describe(name, slices)
-        with described.describing():
+        with jax_compat.describing(described.devices):
             for strategy in strategies:
                 for axes in [{}, dict(model_axes)] if model_axes else [{}]:
-                    one = _OneStrategy(found, described, strategy, axes)
-                    plans += one.plans(options or {}, batch)
-    errors = [p for p in plans if p.memory is None]
-    if len(errors) == len(plans) and _failures:
-        raise _failures[0]
-    _failures.clear()
+                    plans += _plans(
+                        found, described, strategy, axes, dict(options or {}), batch, errors
+                    )
+    if len(errors) == len(plans):
+        raise errors[0]
     is_tpu = any(p.topology.partition(":")[0] not in ("cpu", "gpu", "cuda") for p in plans)
-    libtpu = _libtpu_version() if is_tpu else ""
+    libtpu = importlib.metadata.version("libtpu") if is_tpu else ""
     return Report(function_name(found), jax.__version__, libtpu, tuple(plans))
 
 
-#: What was raised for the plans that failed, until a report is made.
-_failures: list[Exception] = []
+def _plans(
+    target: targets.Target,
+    described: Described,
+    name: str,
+    axes: dict[str, int],
+    options: dict[str, str],
+    batch: bool,
+    errors: list[Exception],
+) -> Iterator[Record]:
+    """Yields the plans of a strategy: with default options, and with those given, if any.
 
-
-def _libtpu_version() -> str:
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _require_strategies(strategies: Sequence[str]) -> None:
-    unknown = [s for s in strategies if s not in STRATEGIES]
-    if unknown or not strategies:
-        raise ValueError(
-            message(
-                "a plan needs names of strategies",
-                got=", ".join(map(repr, unknown)) or describe_value(strategies),
-                why="each is compiled for the topology",
-                fix=f"--strategies with some of {','.join(STRATEGIES)}",
-            )
-        )
-
-
-class _OneStrategy:
-    """A target under one strategy on one topology.
-
-    Args:
-      target: the user's function.
-      described: the topology.
-      name: the name of the strategy.
-      model_axes: sizes of the axes inside of a replica.
+    What is raised by the compiler or a strategy is also added to `errors`.
     """
-
-    def __init__(
-        self, target: targets.Target, described: Described, name: str, model_axes: dict[str, int]
-    ):
-        self._target, self._described = target, described
-        self._name, self._axes = name, model_axes
-
-    def plans(self, options: Mapping[str, str], batch: bool) -> Iterator[Plan]:
-        """Yields the plans: with default compiler options, and with those given, if any."""
-        try:
-            strategy = self._make_strategy()
-        except (UnsupportedError, ValueError) as error:
-            _failures.append(error)
-            yield self._plan(0, error=str(error))
-            return
-        step = targets.take_step(self._target, strategy)
-        for given in [{}, dict(options)] if options else [{}]:
-            try:
-                found = self._planned(strategy, step, given, batch)
-            except Exception as error:
-                _failures.append(error)
-                found = self._plan(
-                    strategy.num_replicas_in_sync, compiler_options=given, error=_text(error)
-                )
-            yield found
-
-    def _plan(self, num_replicas: int, **own: PyTree) -> Plan:
-        d = self._described
-        return Plan(d.name, d.slices, len(d.devices), self._name, self._axes, num_replicas, **own)
-
-    def _make_strategy(self) -> Strategy:
-        make, devices = STRATEGIES[self._name], self._described.devices
-        if not self._axes:
-            return make(devices)
-        if "model_axes" not in inspect.signature(make).parameters:
-            raise UnsupportedError(
-                message(
-                    f"{self._name} needs a strategy with model axes to be planned with them",
-                    got=f"model_axes={self._axes}",
-                    why="each of its replicas is one device",
-                    fix="--strategies mirrored with --model-axes",
-                )
-            )
-        return make(devices, model_axes=self._axes)
-
-    def _planned(
-        self, strategy: Strategy, step: targets.Step, options: dict[str, str], batch: bool
-    ) -> Plan:
-        topology = strategy.extended.topology
-        args, notes = step.placed(strategy), Notes(collects_findings=True)
-        with strategy.scope():
-            lowered = lower_step(step.fn, args, {}, None, notes, "plan")
-        arguments = arguments_of(lowered, notes, step.fn, args)
-        written = list_lowered(lowered, notes.merge_lines, notes.axis_sizes)
-        own: dict[str, Any] = dict(
-            compiler_options=options,
-            written=_grouped(written, topology.axis_name),
-            not_split=tuple(_not_split(arguments, self._name, topology)),
-        )
-        compiled, refused = _compile(lowered, options)
-        if compiled is None:
-            memory = read_memory(None, arguments, self._described.limit_bytes, refused)
-            notes_of = ("it does not fit: temporaries as far as the compiler counted them",)
-            own |= dict(fits=False, memory=memory, notes=notes_of)
-        else:
-            own |= self._read(compiled, arguments, notes, topology, written)
-        if batch and self._described.limit_bytes is not None and step.batch_size:
-            per_replica = step.batch_size // topology.num_replicas
-            own["largest_batch_per_replica"] = self._largest_batch(
-                strategy, step, options, per_replica, bool(own["fits"])
-            )
-        return self._plan(topology.num_replicas, **own)
-
-    def _read(
-        self,
-        compiled: CompiledProgram,
-        arguments: Sequence[Argument],
-        notes: Notes,
-        topology: Topology,
-        written: Sequence[Collective],
-    ) -> dict[str, Any]:
-        text = compiled.as_text()
-        schedule = Schedule(text)
-        costs = compiled.cost_analysis()
-        costs = costs if isinstance(costs, dict) else {}
-        memory = read_memory((compiled.memory_analysis(), schedule), arguments, self._limit, None)
-        found = list(
-            zip(
-                list_compiled(text, notes.merge_lines, notes.axis_sizes),
-                collective_instructions(text),
-                strict=True,
-            )
-        )
-        collectives, places = planned_collectives(found, schedule, arguments, topology, written)
-        flops = costs.get("flops")
-        return dict(
-            fits=self._limit is None or memory.peak_bytes <= self._limit,
-            memory=memory,
-            flops_per_chip=None if flops is None or flops < 0 else flops,
-            seconds_at_least=seconds_at_least(
-                costs, collectives, self._described.speeds, topology.num_replicas
-            ),
-            compiled=tuple(collectives),
-            notes=tuple(_notes(memory, schedule, arguments, self._described)),
-            schedule={"live_bytes": _thinned(schedule.live_bytes), "collectives": places},
-        )
-
-    @property
-    def _limit(self) -> int | None:
-        return self._described.limit_bytes
-
-    def _largest_batch(
-        self,
-        strategy: Strategy,
-        step: targets.Step,
-        options: dict[str, str],
-        start: int,
-        start_fits: bool,
-    ) -> int:
-        """Returns the largest batch per replica that fits, by bisection; 0: not even one does."""
-
-        @functools.cache
-        def fits(size: int) -> bool:
-            notes = Notes(collects_findings=True)
-            with strategy.scope():
-                args = step.placed(strategy, size)
-                lowered = lower_step(step.fn, args, {}, None, notes, "plan")
-            compiled, _ = _compile(lowered, options)
-            if compiled is None:
-                return False
-            peak = read_memory((compiled.memory_analysis(), None), [], None, None).peak_bytes
-            return peak <= (self._limit or peak)
-
-        good, bad = (start, start * 2) if start_fits else (0, start)
-        while good and good < _MOST_EXAMPLES and fits(bad):
-            good, bad = bad, bad * 2
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            good, bad = (middle, bad) if fits(middle) else (good, middle)
-        return good
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _compile(lowered: LoweredProgram, options: dict[str, str]) -> tuple[Any, str]:
-    """Returns the compiled program; (None, what the compiler says) if there is no memory for it."""
+    blank = Record(topology=described.name, slices=described.slices, chips=len(described.devices))
+    blank.update(strategy=name, model_axes=axes, num_replicas=0, compiler_options={}, error="")
+    blank.update(fits=None, largest_batch_per_replica=None, memory=None, flops_per_chip=None)
+    blank.update(seconds_at_least=reading.seconds_at_least({}, [], None), not_split=[], notes=[])
+    blank.update(collectives=Record(written=[], compiled=[]))
+    blank.update(schedule={"live_bytes": [], "collectives": []})
     try:
-        return lowered.compile(options or None), ""
+        strategy = _make_strategy(name, described, axes)
+    except (UnsupportedError, ValueError) as error:
+        errors.append(error)
+        yield Record(blank | {"error": str(error)})
+        return
+    blank.update(num_replicas=strategy.num_replicas_in_sync)
+    step = targets.take_step(target, strategy)
+    for given in [{}, options] if options else [{}]:
+        try:
+            found = _planned(described, name, strategy, step, given, batch)
+        except Exception as error:
+            errors.append(error)
+            found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
+        yield Record(blank | {"compiler_options": given} | found)
+
+
+def _make_strategy(name: str, described: Described, axes: dict[str, int]) -> Strategy:
+    make = STRATEGIES[name]
+    if not axes:
+        return make(described.devices)
+    if "model_axes" not in inspect.signature(make).parameters:
+        raise UnsupportedError(
+            message(
+                f"{name} needs a strategy with model axes to be planned with them",
+                got=f"model_axes={axes}",
+                why="each of its replicas is one device",
+                fix="--strategies mirrored with --model-axes",
+            )
+        )
+    return make(described.devices, model_axes=axes)
+
+
+def _planned(
+    described: Described,
+    name: str,
+    strategy: Strategy,
+    step: targets.Step,
+    options: dict[str, str],
+    batch: bool,
+) -> dict[str, Any]:
+    """Returns what a plan says of a step."""
+    topology, limit = strategy.extended.topology, described.limit_bytes
+    sizes = dict(topology.mesh.shape) if topology.mesh is not None else {}
+    lowered, args, notes = _lower(strategy, step, None)
+    arguments = reading.arguments_of(lowered, notes, step.fn, args)
+    written = list_lowered(lowered, notes.merge_lines, sizes)
+    told = reading.together([*map(reading.told_of, written)])
+    collectives = Record(written=told, compiled=[])
+    own: dict[str, Any] = {"collectives": collectives}
+    own["not_split"] = [*_not_split(arguments, name, topology)]
+    compiled = _compile(lowered, options)
+    if isinstance(compiled, str):
+        memory = reading.memory_of_refused(arguments, limit, compiled)
+        why = "it does not fit: temporaries as far as the compiler counted them"
+        own |= {"fits": False, "memory": memory, "notes": [why]}
+    else:
+        text = compiled.as_text()
+        schedule, costs = Schedule(text), compiled.cost_analysis()
+        costs = costs if isinstance(costs, dict) else {}
+        memory = reading.read_memory(compiled.memory_analysis(), schedule, arguments, limit)
+        found = list_compiled(text, notes.merge_lines, sizes)
+        collectives["compiled"], places = reading.planned_collectives(
+            found, written, schedule, arguments
+        )
+        flops = costs.get("flops", -1)
+        seconds = reading.seconds_at_least(costs, collectives.compiled, described.speeds)
+        part = max(1, -(-len(schedule.live_bytes) // 200))  # of each, the largest is kept
+        parts = range(0, len(schedule.live_bytes), part)
+        live = [max(schedule.live_bytes[i : i + part]) for i in parts]
+        own |= {
+            "fits": limit is None or memory.peak_bytes <= limit,
+            "memory": memory,
+            "flops_per_chip": None if flops < 0 else flops,
+            "seconds_at_least": seconds,
+            "notes": [*_notes(memory, schedule, described)],
+            "schedule": {"live_bytes": live, "collectives": places},
+        }
+    if batch and limit is not None and step.batch_size:
+        start = step.batch_size // topology.num_replicas
+        largest = _largest_batch(strategy, step, options, start, own["fits"], limit)
+        own["largest_batch_per_replica"] = largest
+    return own
+
+
+def _lower(
+    strategy: Strategy, step: targets.Step, per_replica: int | None
+) -> tuple[LoweredProgram, tuple[Any, ...], Notes]:
+    notes = Notes(collects_findings=True)
+    with strategy.scope():
+        args = step.placed(strategy, per_replica)
+        return lower_step(step.fn, args, {}, None, notes, "plan"), args, notes
+
+
+def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
+    """Returns the compiled program, or what the compiler says if there is no memory for it."""
+    truths = {"true": True, "false": False}  # the compiler takes no text for them
+    typed: dict[str, Any] = {key: truths.get(text.lower(), text) for key, text in options.items()}
+    try:
+        return lowered.compile(typed or None)
     except Exception as error:
         if read_exhausted(str(error)) is None:
             raise
-        return None, str(error)
+        return str(error)
 
 
-def _grouped(collectives: Sequence[Collective], axis: str) -> tuple[PlannedCollective, ...]:
-    """Returns the collectives in the code, those of one kind and line together."""
-    found: dict[tuple[str, str], list[Collective]] = {}
-    for each in collectives:
-        found.setdefault((each.kind, each.source), []).append(each)
-    return tuple(
-        PlannedCollective(
-            kind,
-            sum(c.result_bytes for c in those),
-            those[0].over or axis,
-            len(those),
-            () if line == UNKNOWN else (line,),
-        )
-        for (kind, line), those in found.items()
-    )
+def _largest_batch(
+    strategy: Strategy,
+    step: targets.Step,
+    options: dict[str, str],
+    start: int,
+    start_fits: bool,
+    limit: int,
+) -> int:
+    """Returns the largest batch per replica that fits, to 2 %, by bisection; 0: not even one does.
+
+    On the way up, the memory that is left says how far the next try may go.
+    """
+
+    def peak_of(size: int) -> float:
+        compiled = _compile(_lower(strategy, step, size)[0], options)
+        if isinstance(compiled, str):
+            return float("inf")
+        return reading.total_of(compiled.memory_analysis())["peak_bytes"]
+
+    good, bad = (start, start * 2) if start_fits else (0, start)
+    while good and (peak := peak_of(bad)) <= limit:
+        good, bad = bad, bad * max(2, min(16, int(limit / peak / 2)))
+        if good >= _MOST_EXAMPLES:
+            return good
+    while bad - good > max(1, good // 64):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if peak_of(middle) <= limit else (good, middle)
+    return good
 
 
 _WHY = {
@@ -334,48 +282,42 @@ _WHY = {
 
 
 def _not_split(
-    arguments: Sequence[Argument], strategy: str, topology: Topology
-) -> Iterator[NotSplit]:
-    for each in sorted(arguments, key=lambda a: -a.bytes_per_chip):
-        if each.split or each.bytes_per_chip <= _LARGE or topology.num_replicas == 1:
+    arguments: Sequence[reading.Argument], strategy: str, topology: Topology
+) -> Iterator[Record]:
+    for each in sorted(arguments, key=lambda a: -a.told.bytes_per_chip):
+        told = each.told
+        if told.split or told.bytes_per_chip <= _LARGE or topology.num_replicas == 1:
             continue
         if not each.is_kept:
             why = "an argument: strategies split variables and modules, which they keep"
-        elif strategy == "mirrored" or (each.cause == "parameters" and strategy in _WHY):
+        elif strategy == "mirrored" or (told.cause == "parameters" and strategy in _WHY):
             why = _WHY[strategy]
-        elif all(math.gcd(n, topology.num_replicas) == 1 for n in each.shape):
+        elif all(math.gcd(n, topology.num_replicas) == 1 for n in told.shape):
             why = (
                 f"a module's array is not padded, and {topology.num_replicas} replicas have no "
-                f"divisor in common with an axis of {' x '.join(map(str, each.shape))}"
+                f"divisor in common with an axis of {' x '.join(map(str, told.shape))}"
             )
         else:
             why = (
                 f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"
             )
-        yield NotSplit(each.name, each.bytes_per_chip, why)
+        yield Record(name=told.name, bytes=told.bytes_per_chip, why=why)
 
 
-def _notes(
-    memory: PlannedMemory, schedule: Schedule, arguments: Sequence[Argument], described: Described
-) -> Iterator[str]:
+def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator[str]:
     again = memory.output_bytes - memory.alias_bytes
     kept = sum(v.bytes_per_chip for v in memory.by_variable if not v.donated and v.cause != "batch")
     if again > _LARGE and kept > _LARGE:
         yield (
-            f"not donating costs {_mib(min(again, kept))}: new values have memory beside the old; "
-            "dj.jit(step, donate_argnums=...) reuses it"
+            f"not donating costs {format_bytes(min(again, kept))}: new values have memory beside "
+            "the old; dj.jit(step, donate_argnums=...) reuses it"
         )
-    if schedule.has_loops:
+    if any(each.opcode == "while" for each in schedule.everywhere.values()):
         yield "the compiler counts flops and bytes in the body of a loop once"
     if described.name.startswith("cpu:"):
         yield "there is no limit of memory to compare with on CPUs: everything fits"
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
-def _thinned(values: Sequence[int], most: int = 200) -> list[int]:
-    """Returns at most so many values: the largest of each part."""
-    step = max(1, -(-len(values) // most))
-    return [max(values[i : i + step]) for i in range(0, len(values), step)]
+    elif memory.by_cause["unattributed"] > 0.1 * memory.peak_bytes:
+        yield (
+            "unattributed: gaps between small buffers; each takes 32 KiB or more, whatever "
+            "its size; they grow with the number of arrays only"
+        )

@@ -1,149 +1,250 @@
-"""The compiler's numbers under the user's names: memory by cause, collectives, least times."""
+"""The compiler's numbers under the user's names: arguments, memory by cause, collectives, times.
+
+A program takes the variables that it writes, those that it reads, what keyword arguments and
+captured objects hold, and the user's arguments; the compiler names each by its path in that tree.
+"""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from distjax._src.diagnostics.collectives import Collective, groups_of
-from distjax._src.placement import Topology
-from distjax._src.plan.arguments import Argument
-from distjax._src.plan.report import CAUSES, PlannedCollective, PlannedMemory, PlannedVariable
-from distjax._src.plan.schedule import Instruction, Live, Schedule, type_bytes_in_memory
+from distjax._src import jax_compat
+from distjax._src.diagnostics.collectives import Collective
+from distjax._src.diagnostics.explain_step import Notes
+from distjax._src.objects.stateful import ObjectKeywords, is_placeholder
+from distjax._src.placement.per_replica import PerReplica
+from distjax._src.placement.topology import is_host_memory
+from distjax._src.plan.report import CAUSES, Record
+from distjax._src.plan.schedule import Instruction, Live, Schedule, shapes, type_bytes_in_memory
 from distjax._src.plan.topologies import Speeds, read_exhausted
+from distjax._src.program.jit import LoweredProgram
+from distjax._src.replica.arguments import positional_names, user_path
+from distjax._src.typing import DTypeLike, PyTree
 from distjax._src.user_lines import UNKNOWN
+from distjax._src.variables.variable import Variable
 
-# -- memory ---------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------
+
+
+class Argument(NamedTuple):
+    """One array that a step takes: its path in the compiler's text, and what a report says of it.
+
+    A strategy decides where those live that it keeps: variables, and parts of modules. The bytes
+    are without padding, 0 in host memory.
+    """
+
+    path: str
+    is_kept: bool
+    told: Record
+
+
+#: How JAX spells the only array of a node of ours, here and in the compiler's text.
+_INDEX = re.compile(r"\[<flat index (\d+)>\]")
+#: What optax calls its slots, and layers their statistics, where users keep them in variables.
+_SLOTS = {"mu", "nu", "trace", "momentum", "accumulator"}
+_STATISTICS = {"mean", "var", "batch_stats", "right", "total", "ema"}
+_STATE = {"batch_stats", "stats", "state", "model_state", "metrics", "rngs", "key", "step"}
+
+
+def arguments_of(
+    lowered: LoweredProgram, notes: Notes, fn: Callable[..., Any], args: Sequence[PyTree]
+) -> list[Argument]:
+    """Returns the arguments of a lowered step; the trace of `fn` of `args` has left the notes."""
+    writes = list(notes.writes)
+    variables = writes, [v for v in notes.reads if v not in set(writes)]
+    owners = {v.name for v in (*variables[0], *variables[1]) if v.trainable}
+    operands = lowered.args_info[0]
+    objects = _names_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
+    given, names = _given(args), positional_names(fn)
+    found: list[Argument] = []
+    seen: collections.Counter[str] = collections.Counter()
+    for path, info in tree_leaves_with_path(operands, is_leaf=is_placeholder):
+        where = "operands" + _INDEX.sub(r"[\1]", keystr(path))
+        index = path[0].idx
+        if is_placeholder(info):
+            own = zip(info.leaves, objects.get(info.index, []), strict=False)
+            for i, (leaf, known) in enumerate(own):
+                found.append(Argument(f"{where}.<state {i}>", True, _told(leaf, *known)))
+        elif index < 2:
+            variable = variables[index][path[1].idx]
+            seen[variable.name] += 1  # those without a name of their own are numbered
+            number = f" ({seen[variable.name]})" if seen[variable.name] > 1 else ""
+            cause = _cause_of_variable(variable, owners)
+            told = _told(info, variable.name + number, cause, variable.sharding)
+            found.append(Argument(where, True, told))
+        else:
+            place = f"[0][{index - 3}]" if index > 2 else "[1]"
+            own_path = place + keystr(path[1:])
+            sharding, cause = given.get(own_path, (None, "state"))
+            name = _INDEX.sub("", user_path(own_path, names))
+            found.append(Argument(where, False, _told(info, name, cause, sharding)))
+    return found
+
+
+def _told(info: PyTree, name: str, cause: str, sharding: Sharding | None) -> Record:
+    aval = info._aval if hasattr(info, "_aval") else info  # as of JAX 0.10, and as of 0.12
+    shape = tuple(aval.shape)
+    own = shape if sharding is None else sharding.shard_shape(shape)
+    is_host = sharding is not None and is_host_memory(sharding)
+    parts = ["host memory"] if is_host else []
+    pairs = enumerate(zip(shape, own, strict=True))
+    parts += [f"axis {i} by {n // m}" for i, (n, m) in pairs if m and n != m]
+    size = 0 if is_host else int(np.prod(own, dtype=np.int64)) * _itemsize(aval.dtype)
+    return Record(
+        name=name,
+        cause=cause,
+        shape=shape,
+        dtype=str(aval.dtype),
+        bytes_per_chip=size,
+        split=", ".join(parts),
+        donated=bool(info.donated),
+    )
+
+
+def _itemsize(dtype: DTypeLike) -> int:
+    if jax_compat.is_key_dtype(dtype):
+        return 4 * int(np.prod(jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape))
+    return np.dtype(dtype).itemsize
+
+
+def _cause_of_variable(variable: Variable, owners: set[str]) -> str:
+    parts = set(re.split(r"[/.]", variable.name.lower()))
+    if parts & _SLOTS:
+        return "optimizer"
+    if variable.trainable:
+        is_float = jax.numpy.issubdtype(variable.dtype, np.inexact)
+        return "parameters" if is_float and not parts & _STATISTICS else "state"
+    return "optimizer" if variable.name.rpartition("/")[0] in owners else "state"
+
+
+def _names_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[str, str, Any]]]:
+    """Returns the name, cause and sharding of each array of each object, by its number."""
+    found: dict[int, list[tuple[str, str, Any]]] = collections.defaultdict(list)
+    node = treedef.node_data()
+    if node is not None and node[0] is ObjectKeywords:
+        plan = node[1][1]
+        pairs = ((entry, layout) for entry in plan.entries for layout in entry.layouts)
+        for owner, (entry, layout) in zip(plan.owners, pairs, strict=True):
+            is_parameter = entry.kind in ("Param", "LoRAParam")
+            cause = "parameters" if is_parameter else "state"
+            cause = "optimizer" if entry.kind.startswith("Opt") else cause
+            found[owner].append((entry.path, cause, getattr(layout, "sharding", None)))
+    return found
+
+
+def _given(args: Sequence[PyTree]) -> dict[str, tuple[Any, str]]:
+    """Returns the sharding and the cause of each array among positional arguments, by path."""
+    found: dict[str, tuple[Any, str]] = {}
+    is_optax = lambda x: type(x).__module__.split(".")[0] == "optax"  # states, whose classes it has
+    states = tree_leaves_with_path((tuple(args),), is_leaf=is_optax)
+    optimizer = tuple(keystr(path) for path, leaf in states if is_optax(leaf))
+    is_rows = lambda x: isinstance(x, PerReplica)
+    for path, leaf in tree_leaves_with_path((tuple(args),), is_leaf=is_rows):
+        if is_rows(leaf):
+            inner, stacked = tree_leaves_with_path(leaf)[0]
+            found[keystr((*path, *inner))] = stacked.sharding, "batch"
+            continue
+        keys = [str(getattr(k, "key", getattr(k, "name", ""))).lower() for k in path]
+        is_float = jax.numpy.issubdtype(getattr(leaf, "dtype", np.int32), np.inexact)
+        starts = lambda word, keys=keys: any(key.startswith(word) for key in keys)
+        cause = "parameters" if is_float and np.ndim(leaf) and not {*keys} & _STATE else "state"
+        cause = "parameters" if starts("param") else cause
+        cause = "optimizer" if keystr(path).startswith(optimizer) or starts("opt") else cause
+        found[keystr(path)] = getattr(leaf, "sharding", None), cause
+    return found
+
+
+# -- memory ------------------------------------------------------------------------
+
+
+def total_of(stats: PyTree) -> dict[str, int]:
+    """Returns the sums in the compiler's `memory_analysis()`, as a report names them."""
+    given, out = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    own = given + out - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    return {
+        "peak_bytes": own + stats.generated_code_size_in_bytes,
+        "argument_bytes": given,
+        "output_bytes": out,
+        "alias_bytes": stats.alias_size_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+    }
 
 
 def read_memory(
-    found: tuple[Any, Schedule | None] | None,
-    arguments: Sequence[Argument],
-    limit: int | None,
-    refused: str | None,
-) -> PlannedMemory:
-    """Returns the memory of a compiled program, or of one that does not fit.
+    stats: PyTree, schedule: Schedule, arguments: Sequence[Argument], limit: int | None
+) -> Record:
+    """Returns the memory of a compiled program: the peak by cause, and every argument.
 
-    Args:
-      found: the compiler's `memory_analysis()`, and the program's schedule; None: it has refused.
-      arguments: the step's arguments.
-      limit: what programs may use.
-      refused: what the compiler said.
+    The compiler's `memory_analysis()` has the sums. What the program does not use takes nothing.
     """
-    if found is None:
-        return _of_refused(arguments, limit, refused or "")
-    stats, schedule = found
-    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    peak = total + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    variables: list[PlannedVariable] = []
-    causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
-    if schedule is not None:
-        variables = _variables(arguments, schedule)
-        for variable in variables:
-            causes[variable.cause] += variable.bytes_per_chip
-        _add_results(causes, schedule, variables)
-        _add_temporaries(causes, schedule, arguments, stats.temp_size_in_bytes)
-    causes["code"] = stats.generated_code_size_in_bytes
-    causes["unattributed"] = peak - sum(causes.values())
-    return PlannedMemory(
-        limit_bytes=limit,
-        peak_bytes=peak,
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-        by_cause=causes,
-        by_variable=tuple(variables),
-    )
-
-
-def _of_refused(arguments: Sequence[Argument], limit: int | None, text: str) -> PlannedMemory:
-    exhausted = read_exhausted(text)
-    assert exhausted is not None
-    needed, known_limit, only_temporaries = exhausted
-    given = sum(a.bytes_per_chip for a in arguments)
-    peak = needed + given if only_temporaries else max(needed, given)
-    causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    taken = {i.scope: (number, i.type) for number, i in schedule.parameters().items()}
+    donated = set(schedule.aliases.values())
+    variables: list[Record] = []
     for each in arguments:
-        causes[each.cause] += each.bytes_per_chip
-    causes["unattributed"] = peak - given
-    variables = [_variable(each, each.bytes_per_chip, each.donated) for each in arguments]
-    return PlannedMemory(
-        limit_bytes=limit or known_limit,
-        peak_bytes=peak,
-        argument_bytes=given,
-        output_bytes=0,
-        alias_bytes=0,
-        temp_bytes=peak - given,
-        by_cause=causes,
-        by_variable=tuple(sorted(variables, key=lambda v: -v.bytes_per_chip)),
-    )
-
-
-def _variable(each: Argument, own: int, donated: bool) -> PlannedVariable:
-    return PlannedVariable(
-        each.name, each.cause, each.shape, str(each.dtype), own, each.split, donated
-    )
-
-
-def _variables(arguments: Sequence[Argument], schedule: Schedule) -> list[PlannedVariable]:
-    """Returns every argument; what the program does not use takes nothing."""
-    taken = {i.scope: (number, i) for number, i in schedule.parameters().items()}
-    donated = set(schedule.aliases().values())
-    found = []
-    for each in arguments:
-        number, own = taken.get(each.path, (-1, None))
-        size = 0 if own is None else type_bytes_in_memory(own.type)
-        found.append(_variable(each, size, number in donated))
-    return sorted(found, key=lambda v: -v.bytes_per_chip)
-
-
-def _add_results(
-    causes: dict[str, int], schedule: Schedule, variables: Sequence[PlannedVariable]
-) -> None:
-    """Adds the results that have memory of their own, each to the cause of a like argument."""
-    free = collections.Counter(
-        (v.bytes_per_chip, v.cause) for v in variables if not v.donated and v.cause != "batch"
-    )
-    aliased = schedule.aliases()
+        number, own_type = taken.get(each.path, (-1, ""))
+        own = {"bytes_per_chip": type_bytes_in_memory(own_type), "donated": number in donated}
+        variables.append(Record(each.told | own))
+    total = total_of(stats)
+    causes = _causes(variables)
+    # A result that has memory of its own counts to the cause of a like argument.
+    kept = [v for v in variables if not v.donated and v.cause != "batch"]
+    free = collections.Counter((v.bytes_per_chip, v.cause) for v in kept)
     for number, hlo_type in enumerate(schedule.results()):
-        size = type_bytes_in_memory(hlo_type)
-        if number in aliased or not size:
-            continue
+        size = 0 if number in schedule.aliases else type_bytes_in_memory(hlo_type)
         cause = next((c for c in CAUSES if free[size, c] > 0), "state")
         free[size, cause] -= 1
         causes[cause] += size
+    # What is alive at the peak counts, at most as much as the compiler says there is.
+    parameters = {_form(a.told.shape) for a in arguments if a.told.cause == "parameters"}
+    live = [(_is_gradient(each, parameters), each.bytes) for each in schedule.at_peak]
+    scale = min(1.0, total["temp_bytes"] / max(1, sum(size for _, size in live)))
+    for is_gradient, size in live:
+        causes["gradients" if is_gradient else "activations"] += int(size * scale)
+    causes["code"] = stats.generated_code_size_in_bytes
+    return _memory(total, limit, causes, variables)
 
 
-def _add_temporaries(
-    causes: dict[str, int], schedule: Schedule, arguments: Sequence[Argument], total: int
-) -> None:
-    """Adds what is alive at the peak, at most as much as the compiler says there is."""
-    shapes = {_form(each.shape) for each in arguments if each.cause == "parameters"}
-    shares = {"gradients": 0, "activations": 0}
-    for live in schedule.at_peak:
-        shares["gradients" if _is_gradient(live, shapes) else "activations"] += live.bytes
-    scale = min(1.0, total / max(1, sum(shares.values())))
-    for cause, size in shares.items():
-        causes[cause] += int(size * scale)
+def memory_of_refused(arguments: Sequence[Argument], limit: int | None, text: str) -> Record:
+    """Returns the memory of a program that does not fit, by what the compiler said of it."""
+    exhausted = read_exhausted(text)
+    assert exhausted is not None
+    needed, known_limit, only_temporaries = exhausted
+    variables = [each.told for each in arguments]
+    given = sum(v.bytes_per_chip for v in variables)
+    peak = needed + given if only_temporaries else max(needed, given)
+    total = {"peak_bytes": peak, "argument_bytes": given, "output_bytes": 0, "alias_bytes": 0}
+    total |= {"temp_bytes": peak - given}
+    return _memory(total, limit or known_limit, _causes(variables), variables)
 
 
-def _is_gradient(live: Live, shapes: set[tuple[int, ...]]) -> bool:
+def _causes(variables: Sequence[Record]) -> dict[str, int]:
+    causes = dict.fromkeys(CAUSES, 0)
+    for each in variables:
+        causes[each.cause] += each.bytes_per_chip
+    return causes
+
+
+def _memory(
+    total: dict[str, int], limit: int | None, causes: dict[str, int], variables: Sequence[Record]
+) -> Record:
+    causes["unattributed"] = total["peak_bytes"] - sum(causes.values())
+    ordered = sorted(variables, key=lambda v: -v.bytes_per_chip)
+    return Record(limit_bytes=limit, **total, by_cause=causes, by_variable=ordered)
+
+
+def _is_gradient(live: Live, parameters: set[tuple[int, ...]]) -> bool:
     if live.is_reduced:
         return True
-    return "transpose(" in live.scope and any(_form(s) in shapes for s in _shapes(live.type))
-
-
-def _shapes(hlo_type: str) -> list[tuple[int, ...]]:
-    return [
-        tuple(int(n.strip("<= ")) for n in dims.split(",") if n)
-        for dims in re.findall(r"[a-z]\w*\[([^\]]*)\]", hlo_type)
-    ]
+    is_backward = "transpose(" in live.made_by.scope
+    return is_backward and any(_form(s) in parameters for s in shapes(live.made_by.type))
 
 
 def _form(shape: Sequence[int]) -> tuple[int, ...]:
@@ -151,7 +252,7 @@ def _form(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(n for n in shape if n > 1))
 
 
-# -- collectives ------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------
 
 #: What hands on a value as it is, more or less.
 _HANDS_ON = frozenset(
@@ -162,86 +263,78 @@ _HANDS_ON = frozenset(
 
 
 def planned_collectives(
-    found: Sequence[tuple[Collective, tuple[str, int, str]]],
+    compiled: Sequence[Collective],
+    written: Sequence[Collective],
     schedule: Schedule,
     arguments: Sequence[Argument],
-    topology: Topology,
-    written: Sequence[Collective],
-) -> tuple[list[PlannedCollective], list[tuple[float, str, int]]]:
-    """Returns the collectives of a compiled program by cause, and their places in it.
+) -> tuple[list[Record], list[tuple[float, str, int]]]:
+    """Returns the collectives of a program by cause, and the place, kind and bytes of each.
 
-    Args:
-      found: each collective, with the kind, the bytes and the rest of its line.
-      schedule: the program.
-      arguments: the step's arguments.
-      topology: the replicas.
-      written: the collectives in the code.
+    Those that are compiled are in the order of its text.
     """
-    placed = {each.name: (place, overlaps) for place, each, overlaps in schedule.collectives()}
-    by_rest = {i.inside + ")" + i.rest: i for i in schedule.instructions if i.name in placed}
-    names = {a.path: a for a in arguments}
-    made = {i.name: i for i in schedule.instructions}
-    kinds = collections.defaultdict(set)
+    names = {a.path: a.told for a in arguments}
+    kinds: dict[str, set[str]] = collections.defaultdict(set)
     for each in written:
         kinds[each.source].add(each.kind)
-    grouped: dict[PlannedCollective, list[PlannedCollective]] = {}
-    places = []
-    for collective, (kind, size, rest) in found:
-        own = by_rest.get(rest)
-        place, overlaps = placed[own.name] if own is not None else (None, False)
+    told: list[Record] = []
+    places: list[tuple[float, str, int]] = []
+    for each, (own, place, overlaps) in zip(compiled, schedule.collectives(), strict=True):
         if place is not None:
-            places.append((place / max(1, len(schedule.instructions)), kind, size))
-        sources = _sources(own, made, names) if own is not None else []
-        if not sources and own is not None:
-            sources = _like(own, arguments)
-        each = PlannedCollective(
-            kind,
-            size,
-            _axes(rest, topology),
-            1,
-            () if collective.source == UNKNOWN else (collective.source,),
-            tuple(dict.fromkeys(a.name for a in sources)),
-            _why(collective, kinds, own, bool(sources)),
-            overlaps,
-        )
-        key = dataclasses.replace(each, bytes=0, variables=())
-        grouped.setdefault(key, []).append(each)
-    return [_together(key, those) for key, those in grouped.items()], places
+            places.append((place, each.kind, each.result_bytes))
+        sources = list(_sources(own, schedule.everywhere, names)) or _like(own, arguments)
+        variables = list(dict.fromkeys(a.name for a in sources))
+        why = _why(each, kinds.get(each.source, set()), own, bool(sources))
+        told.append(told_of(each, variables, why, overlaps))
+    return together(told), places
 
 
-def _together(key: PlannedCollective, those: Sequence[PlannedCollective]) -> PlannedCollective:
-    variables = tuple(dict.fromkeys(name for c in those for name in c.variables))
-    size = sum(c.bytes for c in those)
-    return dataclasses.replace(key, bytes=size, count=len(those), variables=variables)
+def told_of(
+    each: Collective, variables: Sequence[str] = (), why: str = "", overlaps: bool = False
+) -> Record:
+    """Returns what a report says of a collective."""
+    found = Record(kind=each.kind, bytes=each.result_bytes, axis=each.over, count=1)
+    lines = [] if each.source == UNKNOWN else [each.source]
+    return Record(found, lines=lines, variables=[*variables], made_by_xla=why, overlaps=overlaps)
 
 
-def _why(
-    collective: Collective,
-    written: Mapping[str, set[str]],
-    own: Instruction | None,
-    is_of_arguments: bool,
-) -> str:
+def together(collectives: Sequence[Record]) -> list[Record]:
+    """Returns collectives of one kind, axis, line and cause as one, with their number."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for each in collectives:
+        key = (each.kind, each.axis, *each.lines, each.made_by_xla, each.overlaps)
+        if key in found:
+            one = found[key]
+            variables = list(dict.fromkeys([*one.variables, *each.variables]))
+            count, size = one.count + 1, one.bytes + each.bytes
+            one.update(variables=variables, count=count, bytes=size)
+        else:
+            found[key] = each
+    return [*found.values()]
+
+
+def _why(each: Collective, written: set[str], own: Instruction, is_of_arguments: bool) -> str:
     """Returns what XLA made a collective for; "" if it is in the code as it is."""
-    count = len(_shapes(own.type)) if own is not None else 1
-    kinds = written.get(collective.source, set())
-    if collective.kind in kinds:
+    count = len(shapes(own.type))
+    if each.kind in written:
         return f"{count} joined" if count > 1 else ""
-    if collective.source != UNKNOWN and kinds:
-        return f"in place of {' and '.join(sorted(kinds))}"
-    if collective.kind == "all-reduce" and count > 1:
+    if each.over.startswith("part of "):
+        return "a stage of one over more devices"
+    if each.source != UNKNOWN and written:
+        return f"in place of {' and '.join(sorted(written))}"
+    if each.kind == "all-reduce" and count > 1:
         return f"{count} joined"
     if is_of_arguments:
-        gathers = collective.kind in ("all-gather", "all-reduce")
+        gathers = each.kind in ("all-gather", "all-reduce")
         return f"{'gathers' if gathers else 'moves'} what is split"
-    scope = own.scope.rpartition("/")[2] if own is not None else ""
+    scope = own.scope.rpartition("/")[2]
     return f"for {scope}" if scope else "moves what is split"
 
 
 def _sources(
-    own: Instruction, made: Mapping[str, Instruction], names: Mapping[str, Argument]
-) -> list[Argument]:
-    """Returns the arguments whose values go into a collective more or less as they are."""
-    found, ahead, seen = [], [(o, 0) for o in own.operands], set()
+    own: Instruction, made: Mapping[str, Instruction], names: Mapping[str, Record]
+) -> Iterator[Record]:
+    """Yields the arguments whose values go into a collective more or less as they are."""
+    ahead, seen = [(o, 0) for o in own.operands], set[str]()
     while ahead:
         name, depth = ahead.pop(0)
         each = made.get(name)
@@ -250,66 +343,37 @@ def _sources(
         seen.add(name)
         argument = names.get(each.scope) if each.opcode == "parameter" else None
         if argument is not None and argument.cause != "batch" and argument.shape:
-            found.append(argument)
-        is_simple = each.opcode != "fusion" or len(each.operands) <= 3
-        if each.opcode in _HANDS_ON and is_simple:
+            yield argument
+        if each.opcode in _HANDS_ON and (each.opcode != "fusion" or len(each.operands) <= 3):
             ahead += [(o, depth + 1) for o in each.operands]
-    return found
 
 
-def _like(own: Instruction, arguments: Sequence[Argument]) -> list[Argument]:
+def _like(own: Instruction, arguments: Sequence[Argument]) -> list[Record]:
     """Returns the parameters of whose shape the results of a reduction are."""
     if not own.opcode.startswith(("all-reduce", "reduce-scatter")):
         return []
-    free = collections.defaultdict(list)
-    for each in arguments:
-        if each.cause == "parameters":
-            free[_form(each.shape)].append(each)
-    return [free[_form(s)].pop(0) for s in _shapes(own.type) if _form(s) and free[_form(s)]]
+    free: dict[tuple[int, ...], list[Record]] = collections.defaultdict(list)
+    for each in (a.told for a in arguments if a.told.cause == "parameters"):
+        free[_form(each.shape)].append(each)
+    forms = filter(None, map(_form, shapes(own.type)))
+    return [free[form].pop(0) for form in forms if free[form]]
 
 
-def _axes(rest: str, topology: Topology) -> str:
-    """Returns the names of the mesh axes that a collective goes over, "a,b"."""
-    mesh = topology.mesh
-    if mesh is None or mesh.size == 1:
-        return ""
-    ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    group = _first_group(rest, mesh.size)
-    names, sizes = list(mesh.shape), ids.shape
-    moved = [
-        name
-        for i, name in enumerate(names)
-        if sizes[i] > 1 and ids.take(1, axis=i).flat[0] in group
-    ]
-    return ",".join(moved) or "none"
-
-
-def _first_group(rest: str, size: int) -> frozenset[int]:
-    """Returns the devices with which device 0 exchanges; all of them if that is not told."""
-    groups = groups_of(rest.partition("replica_groups=")[2], size) or ()
-    return next((group for group in groups if 0 in group), frozenset(range(size)))
-
-
-# -- times --------------------------------------------------------------------------
+# -- times -------------------------------------------------------------------------
 
 
 def seconds_at_least(
-    costs: Mapping[str, float],
-    collectives: Sequence[PlannedCollective],
-    speeds: Speeds | None,
-    num_replicas: int,
+    costs: Mapping[str, float], collectives: Sequence[Record], speeds: Speeds | None
 ) -> dict[str, float | None]:
     """Returns the least time that compute, memory and links allow for a step.
 
     Counted work by published speeds; each byte that a collective returns crosses the links once.
     """
-    if speeds is None or num_replicas < 1:
+    if speeds is None:
         return dict.fromkeys(("compute", "memory", "network", "step"))
-    flops, moved = costs.get("flops", 0.0), costs.get("bytes accessed", 0.0)
-    sent = sum(c.bytes for c in collectives)
     each = {
-        "compute": max(flops, 0.0) / speeds.flops,
-        "memory": max(moved, 0.0) / speeds.memory,
-        "network": sent / speeds.links,
+        "compute": max(costs.get("flops", 0.0), 0.0) / speeds.flops,
+        "memory": max(costs.get("bytes accessed", 0.0), 0.0) / speeds.memory,
+        "network": sum(c.bytes for c in collectives) / speeds.links,
     }
     return {**each, "step": max(each.values())}

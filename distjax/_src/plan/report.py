@@ -4,159 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distjax._src.tables import Table, as_text, format_bytes
 
-CAUSES = (
-    "parameters",
-    "optimizer",
-    "state",
-    "batch",
-    "gradients",
-    "activations",
-    "code",
-    "unattributed",
+CAUSES: Sequence[str] = (
+    "parameters optimizer state batch gradients activations code unattributed".split()
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedVariable:
-    """One array that the step takes.
+class Record(dict[str, Any]):
+    """A part of a report: a dictionary, as in the JSON, whose keys are attributes, too."""
 
-    Attributes:
-      name: its name: that of a variable, or the path of an argument.
-      cause: "parameters", "optimizer", "state" or "batch".
-      shape: its shape, over all chips.
-      dtype: its dtype.
-      bytes_per_chip: what it takes of a chip's memory, as laid out there.
-      split: how it is split over the chips; "": each holds all of it.
-      donated: whether its memory is reused for a result.
-    """
-
-    name: str
-    cause: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes_per_chip: int
-    split: str
-    donated: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedMemory:
-    """Bytes on one chip, as its compiler counts them.
-
-    Attributes:
-      limit_bytes: what programs may use; None: unknown, or no limit.
-      peak_bytes: arguments + outputs - alias + temporaries + code.
-      argument_bytes: what the step takes.
-      output_bytes: what it returns.
-      alias_bytes: results in the memory of donated arguments.
-      temp_bytes: intermediate values.
-      by_cause: the peak, by `CAUSES`.
-      by_variable: every argument, the largest first.
-    """
-
-    limit_bytes: int | None
-    peak_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    by_cause: Mapping[str, int]
-    by_variable: tuple[PlannedVariable, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedCollective:
-    """Collectives of one kind and cause.
-
-    Attributes:
-      kind: "all-reduce" and so on.
-      bytes: of their results, on one chip.
-      axis: the mesh axes over which they go.
-      count: how many operations.
-      lines: the user's lines.
-      variables: the variables that they gather, or whose gradients they reduce.
-      made_by_xla: what the compiler made them for; "": they are in the code.
-      overlaps: whether other work is scheduled while they run.
-    """
-
-    kind: str
-    bytes: int
-    axis: str
-    count: int
-    lines: tuple[str, ...]
-    variables: tuple[str, ...] = ()
-    made_by_xla: str = ""
-    overlaps: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class NotSplit:
-    """An array over 64 KiB of which each chip holds all, and why."""
-
-    name: str
-    bytes: int
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A step compiled for one topology under one strategy.
-
-    Attributes:
-      topology: its name.
-      slices: how many of it.
-      chips: the number of devices.
-      strategy: "mirrored", "zero1", "zero2", "zero3" or "central".
-      model_axes: sizes of the axes inside of a replica.
-      num_replicas: R.
-      fits: whether it compiles for the memory there is; None: it was not found out.
-      largest_batch_per_replica: the largest that fits; None: not asked, or no limit.
-      compiler_options: those given.
-      error: why there is no plan, or "".
-      memory: bytes on one chip; None after an error.
-      flops_per_chip: of one step; loops count once. None: the compiler does not say.
-      seconds_at_least: {compute, memory, network, step}; None: unknown.
-      written: the collectives in the code.
-      compiled: the collectives of the compiled program.
-      not_split: the large arrays that are whole on each chip.
-      notes: what else to know, in sentences.
-      schedule: {live_bytes: over the schedule, collectives: [place of 1, kind, bytes]}.
-    """
-
-    topology: str
-    slices: int
-    chips: int
-    strategy: str
-    model_axes: Mapping[str, int]
-    num_replicas: int
-    fits: bool | None = None
-    largest_batch_per_replica: int | None = None
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    error: str = ""
-    memory: PlannedMemory | None = None
-    flops_per_chip: float | None = None
-    seconds_at_least: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    written: tuple[PlannedCollective, ...] = ()
-    compiled: tuple[PlannedCollective, ...] = ()
-    not_split: tuple[NotSplit, ...] = ()
-    notes: tuple[str, ...] = ()
-    schedule: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The strategy, with its model axes and options."""
-        axes = "".join(f" {axis}={size}" for axis, size in self.model_axes.items())
-        return f"{self.strategy}{axes}{' +options' if self.compiler_options else ''}"
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(key) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The plans of one step. ``print`` it: it fits a screen.
+
+    Parts of a plan are dictionaries, as in the JSON, and their keys are attributes, too. Bytes are
+    those of one chip, as its compiler counts them; None is what is not known. A plan has:
+
+    - ``topology``, ``slices``, ``chips``, ``strategy``, ``model_axes``, ``num_replicas``,
+      ``compiler_options``: what was planned; ``error``: why there is no plan, or "".
+    - ``fits``: whether there is memory for it; ``largest_batch_per_replica``: if asked for.
+    - ``memory``: ``peak_bytes`` is ``argument_bytes`` + ``output_bytes`` - ``alias_bytes`` (results
+      in the memory of donated arguments) + ``temp_bytes`` + the code; ``limit_bytes`` what programs
+      may use; ``by_cause`` the peak by parameters, optimizer, state, batch, gradients, activations,
+      code, unattributed; ``by_variable`` every argument, the largest first: ``name``, ``cause``,
+      ``shape`` over all chips, ``dtype``, ``bytes_per_chip`` as laid out there, ``split`` ("": each
+      chip has all of it), and whether it is ``donated``: its memory is reused for a result.
+    - ``flops_per_chip`` of a step, loops counted once; ``seconds_at_least`` of ``compute``,
+      ``memory``, ``network``, and the ``step``.
+    - ``collectives``: those ``written`` in the code, and those ``compiled``: of one ``kind`` and
+      cause the ``count`` and the ``bytes`` of their results, the mesh ``axis`` over which they go,
+      the user's ``lines``, the ``variables`` that they gather or whose gradients they reduce, what
+      the compiler made them for (``made_by_xla``; "": they are in the code), and whether other work
+      ``overlaps`` with them.
+    - ``not_split``: ``name`` and ``bytes`` of arrays over 64 KiB of which each chip has all, and
+      ``why``; ``notes``: what else to know, in sentences.
+    - ``schedule``: ``live_bytes`` along it, and ``collectives`` as [place of 1, kind, bytes].
 
     Attributes:
       target: what was planned.
@@ -168,161 +61,137 @@ class Report:
     target: str
     jax: str
     libtpu: str
-    plans: tuple[Plan, ...]
+    plans: tuple[Any, ...]
 
     def to_json(self, indent: int | None = None) -> str:
-        """Returns the report as JSON: `docs/plan.md` has the keys.
+        """Returns the report as JSON, whose keys are those above, and ``schema``: 1.
 
         Args:
           indent: spaces to indent by; None: one line.
         """
-        plans = []
-        for plan in self.plans:
-            own = dataclasses.asdict(plan)
-            own["collectives"] = {k: own.pop(k) for k in ("written", "compiled")}
-            plans.append(own)
-        head = {"schema": 1, "target": self.target, "jax": self.jax, "libtpu": self.libtpu}
-        return json.dumps({**head, "plans": plans}, indent=indent)
+        return json.dumps({"schema": 1, **vars(self)}, indent=indent)
 
     @property
     def fits(self) -> bool:
         """Whether any plan fits."""
         return any(plan.fits for plan in self.plans)
 
-    def __str__(self) -> str:
-        return as_text(list(self._tables()))
-
-    # -- text -------------------------------------------------------------------
-
-    def _tables(self) -> Iterator[Table]:
-        with_libtpu = f", libtpu {self.libtpu}" if self.libtpu else ""
-        yield Table(f"{self.target}, compiled by JAX {self.jax}{with_libtpu}")
-        for key in dict.fromkeys((p.topology, p.slices) for p in self.plans):
-            plans = [p for p in self.plans if (p.topology, p.slices) == key]
-            yield Table(answer(plans))
-            yield Table("memory of a chip by cause:", *memory_rows(plans))
-            yield from error_tables(plans)
-        shown = self.shown
-        if shown is None or shown.memory is None:
-            return
-        yield Table(f"of {shown.name} on {shown.topology}:", (), tuple(_facts(shown)))
-        variables = shown.memory.by_variable
-        cut = f"; {len(variables) - 5} more in --json" if len(variables) > 5 else ""
-        yield Table(f"largest arrays, bytes of a chip{cut}:", (), tuple(_largest(variables)))
-        for title, which in (("as written", shown.written), ("compiled", shown.compiled)):
-            yield Table(f"collectives {title}:", (), tuple(_collective_rows(which)))
-
     @property
-    def shown(self) -> Plan | None:
-        """The plan to tell most of: the first that fits, or else the first."""
-        done = [p for p in self.plans if p.memory is not None]
-        return next((p for p in done if p.fits), done[0] if done else None)
+    def head(self) -> str:
+        """What was planned, and by what it was compiled."""
+        with_libtpu = f", libtpu {self.libtpu}" if self.libtpu else ""
+        return f"{self.target}, compiled by JAX {self.jax}{with_libtpu}"
+
+    def by_topology(self) -> Iterator[list[Any]]:
+        """Yields the plans of each topology."""
+        for key in dict.fromkeys((p.topology, p.slices) for p in self.plans):
+            yield [p for p in self.plans if (p.topology, p.slices) == key]
+
+    def __str__(self) -> str:
+        tables = [Table(self.head)]
+        for plans in self.by_topology():
+            tables += [Table(answer(plans)), memory_table(plans), *error_tables(plans)]
+        planned = [p for p in self.plans if p.memory]
+        if planned:  # more of the first that fits, or else of the first
+            shown = next((p for p in planned if p.fits), planned[0])
+            tables += [Table(f"of {name_of(shown)} on {shown.topology}:"), *plan_tables(shown, 4)]
+        return as_text(tables)
 
 
-def answer(plans: Sequence[Plan]) -> str:
+def name_of(plan: Record) -> str:
+    """Returns the strategy of a plan, with its model axes and options."""
+    axes = "".join(f" {axis}={size}" for axis, size in plan.model_axes.items())
+    return f"{plan.strategy}{axes}{' +options' if plan.compiler_options else ''}"
+
+
+def answer(plans: Sequence[Record]) -> str:
     """Returns whether a step fits a topology, by how much, and under which strategies."""
-    first = plans[0]
-    limit = next((p.memory.limit_bytes for p in plans if p.memory and p.memory.limit_bytes), None)
+    first, told = plans[0], list[str]()
+    limit = next((p.memory.limit_bytes for p in plans if p.memory), None)
+    for plan in plans:
+        if plan.memory and limit:
+            rest = limit - plan.memory.peak_bytes
+            how = f"fits, {format_bytes(max(rest, 0))} free"
+            how = how if plan.fits else f"does not fit, by {format_bytes(max(-rest, 0))}"
+            told.append(f"{name_of(plan)} {how}")
+    if not limit and any(p.memory for p in plans):
+        told = ["no limit of memory to compare with"]
+    if failed := [name_of(p) for p in plans if p.error]:
+        told.append(f"no plan for {', '.join(failed)} (see below)")
     times = f"{first.slices} x " if first.slices > 1 else ""
     each = f", {format_bytes(limit)} each" if limit else ""
-    where = f"{times}{first.topology} ({first.chips} chips{each})"
-    planned = [p for p in plans if p.memory is not None]
-    told = [_one_answer(p) for p in planned] if limit else []
-    if planned and not limit:
-        told = ["no limit of memory to compare with"]
-    failed = [p.name for p in plans if p.error]
-    others = [f"no plan for {', '.join(failed)} (see below)"] if failed else []
-    return f"{where}: {'; '.join([*told, *others])}"
+    return f"{times}{first.topology} ({first.chips} chips{each}): {'; '.join(told)}"
 
 
-def error_tables(plans: Sequence[Plan]) -> Iterator[Table]:
+def error_tables(plans: Sequence[Record]) -> Iterator[Table]:
     """Yields why there is no plan for some strategies, and what helps."""
     for plan in plans:
         if plan.error:
             rows = tuple((line.strip(),) for line in plan.error.splitlines())
-            yield Table(f"no plan for {plan.name}:", (), rows)
+            yield Table(f"no plan for {name_of(plan)}:", (), rows)
 
 
-def _one_answer(plan: Plan) -> str:
-    memory = plan.memory
-    assert memory is not None and memory.limit_bytes is not None
-    rest = memory.limit_bytes - memory.peak_bytes
-    if plan.fits:
-        return f"{plan.name} fits, {format_bytes(max(rest, 0))} free"
-    return f"{plan.name} does not fit, by {format_bytes(max(-rest, 0))}"
-
-
-def memory_rows(plans: Sequence[Plan]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Returns the table of memory by cause: header and rows."""
-    header = ("", "fits", "peak", *CAUSES, "batch/replica")
-    rows = []
+def memory_table(plans: Sequence[Record]) -> Table:
+    """Returns the memory of a chip by cause, a row for each strategy, without empty columns."""
+    rows: list[tuple[str, ...]] = [("", "fits", "peak", *CAUSES, "batch/replica")]
     for plan in plans:
-        if plan.memory is None:
-            rows.append((plan.name, "?", *[""] * (len(header) - 2)))
-            continue
-        parts = plan.memory.by_cause
+        cells = [""] * (len(CAUSES) + 1)
+        if plan.memory:
+            sizes = plan.memory.peak_bytes, *plan.memory.by_cause.values()
+            cells = [format_bytes(size) for size in sizes]
+        fits = "?" if plan.fits is None else "yes" if plan.fits else "NO"
         best = plan.largest_batch_per_replica
-        rows.append(
-            (
-                plan.name,
-                "?" if plan.fits is None else "yes" if plan.fits else "NO",
-                format_bytes(plan.memory.peak_bytes),
-                *(format_bytes(parts[cause]) for cause in CAUSES),
-                "" if best is None else f"up to {best}",
-            )
-        )
-    used = [i for i in range(len(header)) if i < 3 or any(r[i] not in ("", "0 B") for r in rows)]
-    cut = lambda row: tuple(row[i] for i in used)
-    return cut(header), tuple(map(cut, rows))
+        rows.append((name_of(plan), fits, *cells, "" if best is None else f"up to {best}"))
+    columns = zip(*rows, strict=True)
+    used = [c for i, c in enumerate(columns) if i < 3 or {*c[1:]} - {"", "0 B"}]
+    header, *rows = zip(*used, strict=True)
+    return Table("memory of a chip by cause:", header, tuple(rows))
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    flops = plan.flops_per_chip
-    yield "flops of a chip", "unknown" if flops is None else f"{flops:.4g}"
-    seconds = plan.seconds_at_least
-    if seconds.get("step") is not None:
+def plan_tables(plan: Record, most: int) -> list[Table]:
+    """Returns the tables of one plan, each with so many rows at most."""
+    facts = [("flops of a chip", _number(plan.flops_per_chip))]
+    if (seconds := plan.seconds_at_least)["step"] is not None:
         parts = ", ".join(f"{k} {_time(seconds[k])}" for k in ("compute", "memory", "network"))
-        yield "a step takes at least", f"{_time(seconds['step'])} ({parts})"
-    for note in plan.notes:
-        yield "note", note
-    for each in plan.not_split[:3]:
-        yield "whole", f"{each.name}, {format_bytes(each.bytes)}: {each.why}"
-    if len(plan.not_split) > 3:
-        yield "whole", f"{len(plan.not_split) - 3} more arrays over 64 KiB, in --json"
+        facts.append(("a step takes at least", f"{_time(seconds['step'])} ({parts})"))
+    facts += [("note", note) for note in plan.notes]
+    tables = [Table("costs:", (), tuple(facts))]
+    variables = [
+        (v.name, v.cause, f"{v.dtype}{[*v.shape]}", format_bytes(v.bytes_per_chip))
+        + (f"{v.split or 'whole'}{', donated' if v.donated else ''}",)
+        for v in plan.memory.by_variable
+    ]
+    tables.append(_cut("largest arrays, bytes of a chip", variables, most))
+    for title, which in plan.collectives.items():
+        ordered = sorted(which, key=lambda c: -c.bytes)
+        size, count = sum(c.bytes for c in which), sum(c.count for c in which)
+        rows = [
+            (f"{c.count} {c.kind} over {c.axis}", format_bytes(c.bytes))
+            + ("overlaps" if c.overlaps else "", _cause_of(c))
+            for c in ordered
+        ]
+        total = f"{count}, {format_bytes(size)}" if count else "none"
+        tables.append(_cut(f"collectives {title}, {total}", rows, most))
+    whole = [(w.name, format_bytes(w.bytes), w.why) for w in plan.not_split]
+    return [*tables, _cut("whole on each chip, over 64 KiB", whole, most)] if whole else tables
 
 
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
+def _cut(caption: str, rows: Sequence[tuple[str, ...]], most: int) -> Table:
+    more = f"; {len(rows) - most} more in --json" if len(rows) > most else ""
+    return Table(f"{caption}{more}:", (), tuple(rows[:most]))
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _largest(variables: Sequence[PlannedVariable]) -> Iterator[tuple[str, ...]]:
-    for v in variables[:5]:
-        how = f"{v.split or 'whole'}{', donated' if v.donated else ''}"
-        yield v.name, v.cause, f"{v.dtype}{list(v.shape)}", format_bytes(v.bytes_per_chip), how
-
-
-def _collective_rows(collectives: Sequence[PlannedCollective]) -> Iterator[tuple[str, ...]]:
-    ordered = sorted(collectives, key=lambda c: -c.bytes)
-    for c in ordered[:4]:
-        yield (
-            f"{c.count} {c.kind} over {c.axis}",
-            format_bytes(c.bytes),
-            "overlaps" if c.overlaps else "",
-            cause_of(c),
-        )
-    if len(ordered) > 4:
-        rest = ordered[4:]
-        yield f"{sum(c.count for c in rest)} more", format_bytes(sum(c.bytes for c in rest)), "", ""
-    if not ordered:
-        yield "none", "", "", ""
-
-
-def cause_of(collective: PlannedCollective) -> str:
-    """Returns why there is a collective: the user's line, or what XLA made it for."""
-    parts = [collective.made_by_xla] if collective.made_by_xla else []
-    if collective.variables:
-        more = f" and {len(collective.variables) - 2} more" if len(collective.variables) > 2 else ""
-        parts.append(", ".join(collective.variables[:2]) + more)
-    return "; ".join([*parts, *collective.lines[:1]])
+def _cause_of(collective: Record) -> str:
+    """Returns why there is a collective: what XLA made it for, of what, and the user's line."""
+    names = collective.variables
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    parts = [collective.made_by_xla, ", ".join(names[:2]) + more, *collective.lines[:1]]
+    return "; ".join(filter(None, parts))

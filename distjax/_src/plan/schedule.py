@@ -9,75 +9,56 @@ result. What the compiler needs beyond the sum (gaps, alignment, scratch space) 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from distjax._src.diagnostics.collectives import KINDS, array_bytes
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_START = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_NAME = re.compile(r"%([\w.\-]+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^)]*)\)?(.*)")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|\w+_computations?)=\{?%?([\w.\-%, ]+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
-_TILE = re.compile(r"T\(([\d,]+)\)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+)")
 
 #: What computes no value of its own.
 _RENAMES = frozenset(
-    "bitcast get-tuple-element tuple optimization-barrier while copy-done "
-    "all-gather-done all-reduce-done collective-permute-done async-done async-update "
-    "slice-done dynamic-update-slice add-dependency".split()
+    "bitcast get-tuple-element tuple optimization-barrier while dynamic-update-slice "
+    "add-dependency".split()
 )
+#: What needs no memory that the program allocates.
+_NO_MEMORY = frozenset("parameter constant iota partition-id replica-id after-all".split())
 _WORK = frozenset("fusion convolution dot custom-call while call scatter gather sort".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One instruction of a computation.
+class Instruction(NamedTuple):
+    """One instruction; `inside` is the text of its operands, `rest` that of its attributes."""
 
-    Attributes:
-      name: its name.
-      type: the HLO type of its result, with the layout.
-      opcode: what it does.
-      operands: the names of its operands.
-      inside: the text of its operands; of a parameter, its number.
-      rest: the attributes behind them.
-      is_root: whether it is the result of its computation.
-    """
-
+    is_root: bool
     name: str
     type: str
     opcode: str
-    operands: tuple[str, ...]
     inside: str
     rest: str
-    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return re.findall(r"%([\w.\-]+)", self.inside)
 
     @property
     def scope(self) -> str:
-        """The scopes that it was staged in, "a/b/c"."""
-        found = _OP_NAME.search(self.rest)
+        """The scopes that it was staged in, "a/b/c"; of an argument, its path."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1].replace("\\'", "'") if found else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Live:
-    """One value in memory.
-
-    Attributes:
-      bytes: its size, as laid out.
-      type: its HLO type.
-      scope: the scopes that it was staged in.
-      is_reduced: whether it goes into a reduction over devices, or comes from one.
-    """
+class Live(NamedTuple):
+    """A value in memory: its bytes as laid out, and whether it meets a reduction over devices."""
 
     bytes: int
-    type: str
-    scope: str
+    made_by: Instruction
     is_reduced: bool
 
 
@@ -86,35 +67,30 @@ class Schedule:
 
     Args:
       hlo_text: the text of a scheduled module, as from `compiled.as_text()`.
+
+    Attributes:
+      instructions: those of the program itself, in the order of execution.
+      aliases: maps the results that reuse the memory of an argument to its number.
+      everywhere: the instructions of all computations, by name.
+      live_bytes: the bytes of temporaries that are alive at each instruction.
+      at_peak: the temporaries that are alive where most are.
     """
 
     def __init__(self, hlo_text: str):
-        self._computations, self._entry = _computations(hlo_text)
-        self._head = hlo_text.partition("\n")[0]
-
-    @property
-    def instructions(self) -> list[Instruction]:
-        """Those of the program itself, in the order of execution."""
-        return self._computations.get(self._entry, [])
-
-    @functools.cached_property
-    def _lives(self) -> tuple[list[int], list[Live]]:
-        return self._walk(self._entry)
-
-    @property
-    def live_bytes(self) -> list[int]:
-        """The bytes of temporaries that are alive at each instruction."""
-        return self._lives[0]
-
-    @property
-    def at_peak(self) -> list[Live]:
-        """The temporaries that are alive where most are."""
-        return self._lives[1]
-
-    def aliases(self) -> dict[int, int]:
-        """Maps the results that reuse the memory of an argument to its number."""
-        part = self._head.partition("input_output_alias={")[2].partition("entry_computation")[0]
-        return {int(i.split(",")[0] or 0): int(number) for i, number in _ALIAS.findall(part)}
+        self._computations: dict[str, list[Instruction]] = {}
+        self.instructions: list[Instruction] = []
+        current = self.instructions
+        for line in hlo_text.splitlines():
+            if found := _LINE.match(line):
+                current.append(Instruction(bool(found[1]), *found.groups()[1:]))
+            elif head := _HEAD.match(line):
+                current = self.instructions if head[1] else []
+                self._computations[head[2]] = current
+        head = hlo_text.partition("\n")[0].partition("input_output_alias={")[2]
+        pairs = _ALIAS.findall(head.partition("entry_computation")[0])
+        self.aliases = {int(i.split(",")[0] or 0): int(number) for i, number in pairs}
+        self.everywhere = {i.name: i for order in self._computations.values() for i in order}
+        self.live_bytes, self.at_peak = self._walk(self.instructions)
 
     def parameters(self) -> dict[int, Instruction]:
         """The arguments, by number; what the program does not use is not among them."""
@@ -123,57 +99,51 @@ class Schedule:
 
     def results(self) -> list[str]:
         """The types of the results."""
-        root = next((i for i in self.instructions if i.is_root), None)
-        return [] if root is None else [m[0] for m in _ARRAY.finditer(root.type)]
+        return [m[0] for i in self.instructions if i.is_root for m in _ARRAY.finditer(i.type)]
 
-    @functools.cached_property
-    def has_loops(self) -> bool:
-        """Whether any computation loops: the compiler counts the work of a loop once."""
-        return any(i.opcode == "while" for c in self._computations.values() for i in c)
+    def collectives(self) -> Iterator[tuple[Instruction, float | None, bool]]:
+        """Yields each collective of the text, of an asynchronous pair the end.
 
-    def collectives(self) -> Iterator[tuple[int, Instruction, bool]]:
-        """Yields each collective: its place, itself, and whether other work runs meanwhile."""
-        started: dict[str, int] = {}
-        for place, each in enumerate(self.instructions):
-            kind = each.opcode.removesuffix("-start").removesuffix("-done")
-            if kind not in KINDS:
-                continue
-            if each.opcode.endswith("-start"):
-                started[each.name] = place
-                continue
-            since = min((started[o] for o in each.operands if o in started), default=place)
-            between = self.instructions[since + 1 : place]
-            yield place, each, any(i.opcode in _WORK for i in between)
+        With its place, from 0 to 1 (None: in another computation), and whether other work is
+        scheduled while it runs.
+        """
+        for order in self._computations.values():
+            places = {each.name: place for place, each in enumerate(order)}
+            for place, each in enumerate(order):
+                if each.opcode.removesuffix("-done") in KINDS:
+                    is_pair = each.opcode.endswith("-done")
+                    since = min(places.get(o, place) for o in each.operands) if is_pair else place
+                    overlaps = any(i.opcode in _WORK for i in order[since + 1 : place])
+                    yield each, place / len(order) if order is self.instructions else None, overlaps
 
-    def _walk(self, name: str) -> tuple[list[int], list[Live]]:
+    def _walk(self, order: Sequence[Instruction]) -> tuple[list[int], list[Live]]:
         """Returns the bytes that are alive at each instruction, and the values at the peak."""
-        order = self._computations.get(name, [])
-        owners = _owners(order)
-        last: dict[str, int] = {}
-        pending: dict[str, tuple[str, ...]] = {}
+        owners, last = _owners(order), dict[str, int]()
+        pending: dict[str, list[str]] = {}
+        reduced: set[str] = set()
         for place, each in enumerate(order):
             if each.opcode.endswith("-start"):
                 pending[each.name] = each.operands
             read = [o for start in each.operands for o in pending.get(start, ())]
             for operand in (each.name, *each.operands, *read):
-                for owner in owners.get(operand, ()):
-                    last[owner] = place
+                last |= dict.fromkeys(owners.get(operand, ()), place)
+            if each.opcode.startswith(("all-reduce", "reduce-scatter")):
+                reduced.update(*(owners.get(name, ()) for name in (each.name, *each.operands)))
         kept = {o for i in order if i.is_root for o in owners.get(i.name, ())}
-        reduced = _reduced(order, owners)
-        total, peak, best = 0, -1, []
+        total, peak, best = 0, -1, list[Live]()
         live: dict[str, Live] = {}
-        curve = []
+        curve: list[int] = []
         for place, each in enumerate(order):
-            if each.name in owners.get(each.name, ()) and each.opcode not in _NO_MEMORY:
-                own = _own_bytes(each)
+            if each.name in owners[each.name] and each.opcode not in _NO_MEMORY:
+                own = sum(map(type_bytes_in_memory, _arrays(each)))
                 if own and each.name not in kept:
-                    live[each.name] = Live(own, each.type, each.scope, each.name in reduced)
+                    live[each.name] = Live(own, each, each.name in reduced)
                     total += own
             inner, inner_live = self._inner(each)
             if total + inner > peak:
                 peak, best = total + inner, [*live.values(), *inner_live]
             curve.append(total + inner)
-            for owner in (o for o in [*live] if last[o] == place):
+            for owner in [o for o in live if last[o] == place]:
                 total -= live.pop(owner).bytes
         return curve, best
 
@@ -182,90 +152,46 @@ class Schedule:
         if each.opcode not in ("while", "call", "conditional"):
             return 0, []
         names = [n.strip(" %") for m in _CALLED.finditer(each.rest) for n in m[1].split(",")]
-        found = [self._walk(n) for n in names if n in self._computations]
-        best = max(found, key=lambda each: max(each[0], default=0), default=([], []))
-        return max(best[0], default=0), best[1]
+        found = [self._walk(self._computations[n]) for n in names if n in self._computations]
+        peaks = [(max(curve, default=0), live) for curve, live in found]
+        return max(peaks, key=lambda pair: pair[0], default=(0, []))
 
 
-#: What needs no memory that the program allocates.
-_NO_MEMORY = frozenset("parameter constant iota partition-id replica-id after-all".split())
-
-
-def _own_bytes(each: Instruction) -> int:
-    """Returns the bytes of a result: of one that is on its way, of where it goes."""
+def _arrays(each: Instruction) -> list[str]:
+    """Returns the types of what a result is in: of one that is on its way, of where it goes."""
     arrays = [m[0] for m in _ARRAY.finditer(each.type)]
     if each.opcode in ("copy-start", "slice-start"):
-        arrays = arrays[:1]
-    elif each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
-        arrays = arrays[len(each.operands) :]
-    return sum(map(type_bytes_in_memory, arrays))
-
-
-def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Returns the computations of a module by name, and the name of the entry."""
-    found: dict[str, list[Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            head = _HEAD.match(line)
-            if head:
-                current = found.setdefault(head[2], [])
-                entry = head[2] if head[1] else entry
-        elif current is not None and (start := _START.match(line)):
-            current.append(_instruction(start, line[start.end() :]))
-    return found, entry
-
-
-def _instruction(start: re.Match[str], text: str) -> Instruction:
-    size = _closing(text) if text.startswith("(") else text.index(" ")
-    opcode, _, rest = text[size + 1 :].partition("(")
-    end = _closing("(" + rest) - 2
-    operands = tuple(_NAME.findall(rest[:end])) if opcode != "constant" else ()
-    return Instruction(
-        start[2], text[:size], opcode, operands, rest[:end], rest[end + 1 :], bool(start[1])
-    )
-
-
-def _closing(text: str) -> int:
-    """Returns the length of the parenthesis that a text begins with."""
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if not depth:
-            return match.end()
-    return len(text)
+        return arrays[:1]
+    is_pair = each.opcode.endswith("-start") and each.opcode != "all-reduce-start"
+    return arrays[len(each.operands) :] if is_pair else arrays
 
 
 def _owners(order: Sequence[Instruction]) -> dict[str, frozenset[str]]:
     """Returns, for each value, the values whose memory it is in."""
     owners: dict[str, frozenset[str]] = {}
-    parts: dict[str, tuple[frozenset[str], ...]] = {}
+    parts: dict[str, list[frozenset[str]]] = {}
     for each in order:
-        of_operands = [owners.get(o, frozenset()) for o in each.operands]
+        given = each.operands
+        of_operands = [owners.get(o, frozenset[str]()) for o in given]
         if each.opcode == "tuple":
-            parts[each.name] = tuple(of_operands)
-        if each.opcode == "get-tuple-element" and each.operands[0] in parts:
+            parts[each.name] = of_operands
+        if each.opcode == "get-tuple-element" and given[0] in parts:
             index = re.search(r"index=(\d+)", each.rest)
-            owners[each.name] = parts[each.operands[0]][int(index[1]) if index else 0]
-        elif each.opcode == "dynamic-update-slice":
-            owners[each.name] = of_operands[0]
+            owners[each.name] = parts[given[0]][int(index[1]) if index else 0]
         elif each.opcode in _RENAMES or each.opcode.endswith(("-done", "-update")):
-            owners[each.name] = frozenset().union(*of_operands)
-            if each.opcode == "while" and each.operands[0] in parts:
-                parts[each.name] = parts[each.operands[0]]
+            first = of_operands[:1] if each.opcode == "dynamic-update-slice" else of_operands
+            owners[each.name] = frozenset[str]().union(*first)
+            if each.opcode == "while" and given[0] in parts:
+                parts[each.name] = parts[given[0]]
         else:
             owners[each.name] = frozenset((each.name,))
     return owners
 
 
-def _reduced(order: Sequence[Instruction], owners: dict[str, frozenset[str]]) -> set[str]:
-    """Returns the values that go into a reduction over devices, or come from one."""
-    found: set[str] = set()
-    for each in order:
-        if each.opcode.startswith(("all-reduce", "reduce-scatter")):
-            for name in (each.name, *each.operands):
-                found.update(owners.get(name, ()))
-    return found
+def shapes(hlo_type: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays of a type."""
+    dims = (m[2].split(",") for m in _ARRAY.finditer(hlo_type))
+    return [tuple(int(n.strip("<= ")) for n in own if n) for own in dims]
 
 
 def type_bytes_in_memory(hlo_type: str) -> int:
@@ -286,7 +212,7 @@ def _padded_bytes(dtype: str, dims: str, layout: str | None) -> int:
     minor, _, rest = (layout or "").partition(":")
     if "S(" in rest:
         return 0
-    tile = _TILE.search(rest)
+    tile = re.search(r"T\(([\d,]+)\)", rest)
     if tile is None or not dims:
         return array_bytes(dtype, dims)
     sizes = [int(d.strip("<= ")) for d in dims.split(",")]

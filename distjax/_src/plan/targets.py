@@ -30,11 +30,11 @@ Target = Callable[[Strategy], tuple[Callable[..., Any], Any]]
 _FORM = "def plan(strategy): return step, (dj.plan.batch(images), ...)"
 
 
+@dataclasses.dataclass(frozen=True)
 class GlobalBatch:
     """A batch for all replicas, as among a target's arguments: see `batch`."""
 
-    def __init__(self, tree: PyTree):
-        self.tree = tree
+    tree: PyTree
 
 
 def batch(tree: PyTree) -> Any:
@@ -59,37 +59,33 @@ def load(target: str) -> Target:
       ValueError: there is no such module, file or function.
     """
     where, colon, name = target.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise ValueError(_target_text(target, f"{target!r}"))
-    is_file = where.endswith(".py")
-    folder = os.path.dirname(os.path.abspath(where)) if is_file else os.getcwd()
-    sys.path.insert(0, folder)  # as if it were run from there
-    if is_file:
-        if not os.path.isfile(where):
-            raise ValueError(_target_text(target, f"no file {where}"))
-        module = os.path.splitext(os.path.basename(where))[0]
-        spec: Any = importlib.util.spec_from_file_location(module, where)
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[module] = loaded
-        spec.loader.exec_module(loaded)
-    else:
+    got = "" if colon and name.isidentifier() else repr(target)
+    if not got and where.endswith(".py"):
+        folder, file = os.path.split(os.path.abspath(where))
+        sys.path.insert(0, folder)  # as if it were run from there
+        got = "" if os.path.isfile(where) else f"no file {where}"
+        where = file.removesuffix(".py")
+        spec: Any = importlib.util.spec_from_file_location(where, os.path.join(folder, file))
+        if not got:
+            sys.modules[where] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[where])
+    elif not got:
+        sys.path.insert(0, os.getcwd())
         try:
-            loaded = importlib.import_module(where)
+            importlib.import_module(where)
         except ModuleNotFoundError as error:
             if error.name is None or not where.startswith(error.name):
                 raise
-            raise ValueError(_target_text(target, f"no module {error.name!r}")) from error
-    if not hasattr(loaded, name):
-        raise ValueError(_target_text(target, f"nothing called {name} in {where}"))
-    return getattr(loaded, name)
-
-
-def _target_text(target: str, got: str) -> str:
-    return message(
-        f"target {target!r} needs to be module:function or file.py:function",
-        got=got,
-        why="the plan is made of what that function returns: a step and its arguments",
-        fix=f"train.py:plan, with {_FORM} in train.py",
+            got = f"no module {error.name!r}"
+    if not got and hasattr(sys.modules[where], name):
+        return getattr(sys.modules[where], name)
+    raise ValueError(
+        message(
+            f"target {target!r} needs to be module:function or file.py:function",
+            got=got or f"nothing called {name} in {target.rpartition(':')[0]}",
+            why="the plan is made of what that function returns: a step and its arguments",
+            fix=f"train.py:plan, with {_FORM} in train.py",
+        )
     )
 
 
@@ -99,6 +95,7 @@ def require_target(target: PyTree) -> Any:
     Raises:
       TypeError: it is no function of one strategy.
     """
+    got = describe_value(target)
     if callable(target):
         try:
             inspect.signature(target).bind(None)
@@ -107,8 +104,6 @@ def require_target(target: PyTree) -> Any:
             got = f"{function_name(target)}{inspect.signature(target)}"
         except ValueError:  # a callable without a signature
             return target
-    else:
-        got = describe_value(target)
     raise TypeError(
         message(
             "a target needs to be a function of a strategy",
@@ -134,12 +129,10 @@ class Step:
     @property
     def batch_size(self) -> int | None:
         """The examples of the global batches; None: there is no batch."""
-        trees = (x.tree for x in self._flat() if isinstance(x, GlobalBatch))
+        flat = jax.tree.leaves(self.args, is_leaf=_is_one)
+        trees = (x.tree for x in flat if isinstance(x, GlobalBatch))
         sizes = {np.shape(leaf)[:1] for tree in trees for leaf in jax.tree.leaves(tree)}
         return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
-
-    def _flat(self) -> list[Any]:
-        return jax.tree.leaves(self.args, is_leaf=_is_one)
 
     def placed(self, strategy: Strategy, per_replica: int | None = None) -> tuple[Any, ...]:
         """Returns the arguments as a loop passes them, described only.
@@ -151,8 +144,7 @@ class Step:
 
         def place(value: PyTree) -> Any:
             if isinstance(value, GlobalBatch):
-                cut = lambda x: _rows(x, strategy, per_replica)
-                return jax.tree.map(cut, value.tree)
+                return jax.tree.map(lambda x: _rows(x, strategy, per_replica), value.tree)
             if is_array_or_struct(value):
                 topology = strategy.extended.topology
                 sharding = getattr(value, "sharding", None)
@@ -173,17 +165,16 @@ def take_step(target: Target, strategy: Strategy) -> Step:
     with _optimizers_described():
         found: Any = target(strategy)
     is_pair = isinstance(found, tuple) and len(found) == 2 and callable(found[0])
-    if not is_pair or not isinstance(found[1], (tuple, list)):
-        got = f"{describe_value(found)}" if not is_pair else f"arguments {found[1]!r}"
-        raise TypeError(
-            message(
-                f"{function_name(target)} needs to return (function, arguments)",
-                got=got,
-                why="a plan compiles the function for the arguments, as a call of the loop would",
-                fix=f"{_FORM}: note the comma behind a single argument",
-            )
+    if is_pair and isinstance(found[1], (tuple, list)):
+        return Step(found[0], tuple(found[1]))
+    raise TypeError(
+        message(
+            f"{function_name(target)} needs to return (function, arguments)",
+            got=f"arguments {found[1]!r}" if is_pair else describe_value(found),
+            why="a plan compiles the function for the arguments, as a call of the loop would",
+            fix=f"{_FORM}: note the comma behind a single argument",
         )
-    return Step(found[0], tuple(found[1]))
+    )
 
 
 @contextlib.contextmanager

@@ -7,15 +7,13 @@ much. Its speeds it does not say: they are those that the makers publish.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.metadata
 import itertools
 import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,15 +30,10 @@ INSTALL = f"pip install 'libtpu=={LIBTPU}.*'"
 _KNOWN = "v5e:16x16, v6e:4x4, v5p:8x8x16, v4:2x2x1, tpu7x:4x4x8, cpu:8, gpu:8 where a GPU is"
 
 
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """What one device of a kind can do at best, as published.
+class Speeds(NamedTuple):
+    """What one device of a kind can do at best, as published by `source`, a second.
 
-    Attributes:
-      flops: bfloat16 operations a second.
-      memory: bytes a second between the device and its memory.
-      links: bytes a second that leave it over its links to others.
-      source: who says so.
+    Operations of bfloat16, bytes between the device and its memory, bytes over its links to others.
     """
 
     flops: float
@@ -65,27 +58,17 @@ _SPEEDS = {
 _THREE = ("v4", "v5p", "tpu7x")
 
 
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """A topology by name, and its devices.
+class Described(NamedTuple):
+    """A topology by name, and its devices, slice by slice, with a slower network between slices.
 
-    Attributes:
-      name: as in "v5e:16x16".
-      slices: how many of them there are, with a slower network between.
-      devices: the devices, slice by slice.
-      limit_bytes: the memory of one device that programs may use; None: unknown.
-      speeds: what one device can do; None: unknown.
+    Programs may use `limit_bytes` of a device. None: unknown, as `speeds` may be.
     """
 
     name: str
     slices: int
     devices: Sequence[jax.Device]
-    limit_bytes: int | None
-    speeds: Speeds | None
-
-    def describing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which nothing is put on the devices."""
-        return jax_compat.describing(self.devices)
+    limit_bytes: int | None = None
+    speeds: Speeds | None = None
 
 
 def squarest(name: str, chips: int) -> str:
@@ -98,13 +81,11 @@ def squarest(name: str, chips: int) -> str:
     kind = name.partition(":")[0]
     if kind not in _SPEEDS:
         return f"{kind}:{chips}"
-    sides = 3 if kind in _THREE else 2
-    sizes = [n for n in range(1, chips + 1) if chips % n == 0]
+    sizes, sides = [n for n in range(1, chips + 1) if chips % n == 0], 3 if kind in _THREE else 2
     shapes = [s for s in itertools.product(sizes, repeat=sides) if math.prod(s) == chips]
     if sides == 3 and chips % 4 == 0:  # in whole hosts; the long side last
         shapes = [s for s in shapes if s[0] % 2 == s[1] % 2 == 0]
-        return f"{kind}:" + "x".join(map(str, min(shapes, key=lambda s: (max(s) - min(s), s))))
-    return f"{kind}:" + "x".join(map(str, min(shapes, key=lambda s: (max(s) / min(s), s))))
+    return f"{kind}:" + "x".join(map(str, min(shapes, key=lambda s: (max(s) - min(s), s))))
 
 
 def describe(name: str, slices: int = 1) -> Described:
@@ -122,12 +103,12 @@ def describe(name: str, slices: int = 1) -> Described:
     if not shape or not re.fullmatch(r"\d+(x\d+)*", shape):
         raise ValueError(_unknown_text(name, "no shape" if not shape else f"the shape {shape!r}"))
     if kind == "cpu":
-        return Described(name, 1, _cpus(name, shape), None, None)
+        return Described(name, 1, _cpus(name, shape))
     if kind in ("gpu", "cuda"):
         hosts, _, count = shape.rpartition("x")
         grid = f"{slices}x{hosts or 1}x{count}"
         devices = _asked(name, "cuda", "", topology=grid)
-        return Described(name, slices, devices, _limit(devices[:1]), None)
+        return Described(name, slices, devices, _limit(devices[:1]))
     require_libtpu()
     if kind not in _SPEEDS:
         raise ValueError(_unknown_text(name, f"the kind {kind!r}"))

@@ -79,6 +79,8 @@ def examine(
     for variable, final in zip(written, finals, strict=False):
         if variable.policy.stacked and variable.trainable and final.find("grad"):
             findings.find_local_training(walk, variable, final.find("grad"))
+        elif variable.policy.stacked and variable.aggregation.name in ("SUM", "MEAN"):
+            findings.find_unreducible(walk, None, final)
     for fact in of_user:
         findings.find_returned(walk, fact)
     # Flax metrics are arguments, and are combined after the step.

@@ -136,8 +136,14 @@ UNREDUCIBLE = {
 }
 
 
-def find_unreducible(walk: FactWalk, site: Site, x: Fact) -> None:
-    """Reports values whose sum or mean over the replicas is meaningless."""
+def find_unreducible(walk: FactWalk, site: Site | None, x: Fact) -> None:
+    """Reports values whose sum or mean over the replicas is meaningless.
+
+    Args:
+      walk: the walk.
+      site: where it is reduced; None: where a variable is read whose components it is.
+      x: the value.
+    """
     if x.scale is None or x.scale.kind not in UNREDUCIBLE:
         return
     is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
@@ -145,7 +151,8 @@ def find_unreducible(walk: FactWalk, site: Site, x: Fact) -> None:
         return
     rule, needs, got, why, fix = UNREDUCIBLE[x.scale.kind]
     needs = f"a reduction over the replicas needs {needs}"
-    find(walk, rule, [site, x.scale.made], needs=needs, got=got, why=why, fix=fix)
+    sites = [x.scale.made] if site is None else [site, x.scale.made]
+    find(walk, rule, sites, needs=needs, got=got, why=why, fix=fix)
 
 
 def find_returned(walk: FactWalk, x: Fact) -> None:

@@ -285,7 +285,9 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
                 return grad.having(scale=Scale("clipped", 0, walk.site(eqn))).only(*KEPT)
         tagged = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
         if len(tagged) == 1:
-            return tagged[0].only(*KEPT)
+            out, scale = tagged[0].only(*KEPT), tagged[0].scale
+            is_part = walk.sizes and scale is not None and scale.kind == PART
+            return out.having(scale=Scale("function", 0, scale.made)) if is_part else out
         grad = a if a.find("grad") else b
         scale = grad.scale if grad.is_kind("size") else of_sums(walk, eqn, [a, b])
         return grad.only("grad").having(scale=scale)
@@ -296,6 +298,9 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
             own = own.having(scale=own.scale._replace(kind=PART))
         is_seed = other.find("grad") and not other.reduced
         scale = own.scale or (other.scale if is_seed else None)
+        if is_transposed and is_seed and own.scale and not own.find("grad"):
+            # What one replica's sums weigh: linear in them, unless other values come in.
+            scale = own.scale if own.is_kind(*NOT_LINEAR) else Scale(PART, 0, own.scale.made)
         grad = own.find("grad") or (other.find("grad") if is_seed else None)
         return own.having(scale=scale, grad=grad)._replace(number=None)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
@@ -439,8 +444,8 @@ def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     scale = common_scale((a, b)) or _size_of((a, b))
     if scale is None and broken is not None and a.scale and b.scale:
         scale = broken
-    for x in (a, b):  # noise added to a sum of gradients
-        if scale is None and x.find("grad") and x.is_kind(TOTAL):
+    for x, y in ((a, b), (b, a)):  # noise added to a sum of gradients, or a part to a component
+        if scale is None and (x.find("grad") and x.is_kind(TOTAL) or y.find("component")):
             scale = x.scale
     out = DIFFERS.having(scale=scale)
     for name in ("grad", "component", "base"):

@@ -2,8 +2,9 @@
 
 Every value of the R replicas is compared with that of the one. It is *equal* (the same on all
 replicas), *rows* (the replicas' values joined) or a *share* (their sum is the value), times a power
-of R; or an *extreme* (the largest or smallest of them is the value). A line of which all operands are one of these and the result is none is where the law breaks;
-where a result is equal, but R times too large, it is the reduction that made it so.
+of R, or an *extreme* (the largest or smallest of them is the value). A line of which all operands
+are one of these and the result is none is where the law breaks; where a result is equal, but R
+times too large, it is the reduction that made it so.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
 
 def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest, scale = walk.site(eqn), x.without("scale"), x.scale
+    site, rest, scale = walk.site(eqn), _of_unknown_size(x), x.scale
     if x.differs or scale is None or scale.reduced is None:
         return rest if x.differs else rest.having(rate=True)
     averaged = rest.having(scale=Scale("averaged", 0, site, site))
@@ -260,10 +260,17 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
         is_rate = eqn.primitive.name == "mul" and x.reduced and x.is_kind(SHARE)
         return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
-        return x if x.is_kind(MEAN, DERIVATIVE) or _is_r_times(x) else x.without("scale")
+        return x if x.is_kind(MEAN, DERIVATIVE) or _is_r_times(x) else _of_unknown_size(x)
     if is_named:
-        return x.without("scale")
+        return _of_unknown_size(x)
     return x.without("base") if factor == 0 else x
+
+
+def _of_unknown_size(x: Fact) -> Fact:
+    """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
+    scale, x = x.scale, x.without("scale")
+    is_sum = x.differs and scale is not None and not x.find("grad")
+    return x.having(scale=Scale(PART, 0, scale.made)) if is_sum else x
 
 
 def _is_r_times(x: Fact) -> bool:
@@ -373,7 +380,7 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     if is_multiple(number, walk.num_replicas) and not (is_transposed or walk.is_alone):
         is_plain = is_close(number, walk.num_replicas)  # else the mean of k microbatches, too
         if not (is_plain or x.scale and x.scale.kind in (*NOT_LINEAR, PART)):
-            return x.without("scale")
+            return _of_unknown_size(x)
         return divide_by_replicas(walk, eqn, x) if is_plain else x
     return _scaled(walk, eqn, x, 1 / number)
 
@@ -476,7 +483,8 @@ def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         if not out.differs:
             return [_either(a, b).only(*KEPT)]
         if a.differs and b.differs and not (a.scale or b.scale) and _sums_rows(walk, eqn):
-            return [out.having(scale=Scale(PART, 0, walk.site(eqn)))]
+            rows = shape_of(eqn.invars[0])[eqn.params["dimension_numbers"][0][0][0]]
+            return [out.having(scale=Scale(TOTAL, 0, walk.site(eqn), rows=(rows, 1)))]
         return [out.having(scale=_linear_scale(a, b))]
     weight = _weight(walk, eqn, ins)
     out = weight or _product(walk, eqn, a.without("random"), b.without("random"))

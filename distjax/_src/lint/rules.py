@@ -268,6 +268,8 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
 
 def _of_unknown_size(x: Fact) -> Fact:
     """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
+    if x.is_kind(*NOT_LINEAR):
+        return x._replace(number=None)
     scale, x = x.scale, x.without("scale")
     is_sum = x.differs and scale is not None and not x.find("grad")
     return x.having(scale=Scale(PART, 0, scale.made)) if is_sum else x

@@ -86,9 +86,48 @@ def gradient_line(*eqns: JaxprEqn) -> str | None:
     """
     frames = iter([frame for eqn in eqns for frame in frames_of(eqn)])
     for frame in frames:
-        if frame.is_library and frame.function.rpartition(".")[2] in ("linearize", "vjp"):
+        if _takes_gradient(frame):
             return find_line(frames)
     return None
+
+
+def meeting_line(used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient: bool) -> str:
+    """Returns the user's line that uses a value, in the function that has it from where it is made.
+
+    A function that is only called with it, such as one that clips, is not to blame for what comes.
+
+    Args:
+      used: the equation that uses it, then those that call the inner functions around it.
+      made: the same of what made it.
+      is_gradient: whether that is a gradient, which is made where it is asked for.
+    """
+    ours, theirs = _user_frames(used, False), _user_frames(made, is_gradient)
+    for i, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+        if own != other:
+            is_same = (own.file, own.function) == (other.file, other.function)
+            return str(own if is_same or i == 0 else ours[i - 1])
+    if not ours:
+        return UNKNOWN
+    return str(ours[len(theirs) - 1] if 0 < len(theirs) < len(ours) else ours[-1])
+
+
+def _user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFrame]:
+    """Returns the frames of the user's code, outermost first; of a gradient those that ask for it.
+
+    Of the first of the equations that has any.
+    """
+    for eqn in eqns:
+        frames = list(frames_of(eqn))
+        asked = [i for i, frame in enumerate(frames) if is_gradient and _takes_gradient(frame)]
+        frames = frames[asked[0] :] if asked else frames
+        found = [f for f in frames if not (f.is_library or f.file.startswith(INSTALLED))]
+        if found:
+            return found[::-1]
+    return []
+
+
+def _takes_gradient(frame: SourceFrame) -> bool:
+    return frame.is_library and frame.function.rpartition(".")[2] in ("linearize", "vjp")
 
 
 def frames_of(eqn: JaxprEqn) -> Iterator[SourceFrame]:

@@ -495,8 +495,8 @@ class _Check:
 
     def _find_fix(
         self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: Change | None
-    ) -> str | None:
-        """Returns a fix with which nothing of this differs, among a few that are tried."""
+    ) -> tuple[str, str] | None:
+        """Returns a fix with which nothing of this differs, of a few that are tried; its line."""
         keys = {d.key for _, d in group}
         tried = _candidates(group, several)[:_MOST_TRIED]
         nodes = dict.fromkeys(node for nodes, _, _ in tried for node in nodes)
@@ -509,7 +509,7 @@ class _Check:
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
             different = self._compare(traced.run(change, modes), self._plain(change))
             if not keys.intersection(d.key for d in different):
-                return fix_text(edit, told, own)
+                return fix_text(edit, told, own), told.told
         return None
 
     def _plain(self, change: Change | None) -> Run:

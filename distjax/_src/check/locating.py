@@ -2,8 +2,9 @@
 
 Every value of the R replicas is compared with that of the one. It is *equal* (the same on all
 replicas), *rows* (the replicas' values joined) or a *share* (their sum is the value), times a power
-of R. A line of which all operands are one of these and the result is none is where the law breaks;
-where a result is equal, but R times too large, it is the reduction that made it so.
+of R, or an *extreme* (the largest or smallest of them is the value). A line of which all operands
+are one of these and the result is none is where the law breaks; where a result is equal, but R
+times too large, it is the reduction that made it so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from distjax._src.check.comparing import joined_axis, largest_change, numbers
 from distjax._src.check.replay import ADDS, Node
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
+#: What a maximum, or minimum, over each replica's rows is.
+EXTREME = "extreme"
 #: How much of the largest element is rounding.
 _TOLERANCE = 2e-3
 
@@ -27,7 +30,7 @@ class Kind:
     """What a value of R replicas is to that of one.
 
     Attributes:
-      form: EQUAL, ROWS or SHARE.
+      form: EQUAL, ROWS, SHARE or EXTREME.
       power: it is R to this power too large.
     """
 
@@ -111,6 +114,8 @@ class Locator:
             if _close(rows, rows[:1], floor):
                 found += (Kind(EQUAL, p) for p in self._powers(ours[0], theirs, floor))
             found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs, floor))
+            extremes = () if found else (ours.max(0), ours.min(0))
+            found += [Kind(EXTREME) for x in extremes if _close(x, theirs, floor)][:1]
         elif (axis := joined_axis(ours, theirs)) is not None:
             joined = np.concatenate(list(ours), axis)
             found += (Kind(ROWS, p) for p in self._powers(joined, theirs, floor))

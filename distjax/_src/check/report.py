@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from distjax._src import user_lines
 from distjax._src.check.comparing import Difference
-from distjax._src.check.locating import EQUAL, ROWS, SHARE, Break, Kind
+from distjax._src.check.locating import EQUAL, EXTREME, ROWS, SHARE, Break, Kind
 from distjax._src.check.replay import Node, Tags
 from distjax._src.context import Finding
 from distjax._src.user_lines import UNKNOWN
@@ -19,6 +20,7 @@ RULE = "numbers that depend on the number of replicas"
 _MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
 
+_ADVICE = "reduce sums and counts, and compute what is not linear from the totals"
 
 _LEVELS = ("error", "warning", "note")
 
@@ -54,11 +56,15 @@ def finding(
     count: int,
     breaks: Sequence[Break],
     wrong: Sequence[Difference],
-    fix: str | None,
+    fix: tuple[str, str] | None,
     is_redrawn: bool,
 ) -> Finding:
-    """Returns the finding for values that differ, which one line makes wrong."""
+    """Returns the finding for values that differ, which one line makes wrong.
+
+    `fix` is what was tried with success, and its line.
+    """
     line, lines = _line_of(_clearest(breaks))
+    line = fix[1] if fix and line == UNKNOWN else line
     names = ", ".join(_named(d) for d in wrong[:4]) + (
         f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     )
@@ -69,7 +75,9 @@ def finding(
         f"{name} needs to compute the same for {count} replicas as for one with the whole batch",
         got=got,
         why="; ".join(lines) if lines else "the numbers would depend on how many devices there are",
-        fix=fix or "reduce sums and counts, and compute what is not linear from the totals",
+        fix=fix[0]
+        if fix
+        else "reduce sums and counts, and compute what is not linear from the totals",
     )
     return Finding("error", RULE, text, line)
 
@@ -129,17 +137,21 @@ def _line_of(where: Break | None) -> tuple[str, list[str]]:
             lines.append(f"it takes {_kind_text(kind)}")
         if made is not node:
             lines.append(f"made by {made.name} at {made.line}")
-        first = first if made.line == UNKNOWN else made.line
-    elif where.equal is not None:
+        return (first if made.line == UNKNOWN else made.line), lines
+    if where.equal is not None:
         lines.append(
             "it adds a value that is equal on all replicas to each replica's own share of "
             "a sum, which counts it R times"
         )
-    elif made.told != node.line:
+        return first, lines
+    met = user_lines.meeting_line(node.eqns, made.eqns, made.is_backward)
+    if met != UNKNOWN and met.split(" (")[0] != first.split(" (")[0]:
+        lines[0] += f", called at {met}"
+    if made.told not in (first, UNKNOWN):
         lines.append(f"nothing reduces {_kind_text(kind)} between {made.told} and this line")
     else:
         lines.append(f"it takes {_kind_text(kind)}")
-    return first, lines
+    return (first if met == UNKNOWN else met), lines
 
 
 def _kind_text(kind: Kind) -> str:
@@ -150,6 +162,7 @@ def _kind_text(kind: Kind) -> str:
         EQUAL: "a value that is equal on all replicas",
         ROWS: "each replica's own rows",
         SHARE: "each replica's own share of a sum",
+        EXTREME: "the largest, or smallest, of each replica's own rows",
     }[kind.form]
     return what + (size if kind.form == EQUAL else "")
 

@@ -64,7 +64,12 @@ def examine(
     ins = [_of_argument(i, argument) for i, argument in enumerate(given.values)]
     args = as_if_several(given.values, ins)
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
-    walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
+    sizes = frozenset(
+        x.array.shape[1]
+        for x, fact in zip(args, ins, strict=True)
+        if fact.find("batch") and x.array.ndim > 1 and x.array.shape[1] > 1
+    )
+    walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading, sizes)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
     env = walk.values(jaxpr, ins)
@@ -73,6 +78,10 @@ def examine(
     for variable, final in zip(written, finals, strict=False):
         if variable.policy.stacked and variable.trainable and final.find("grad"):
             findings.find_local_training(walk, variable, final.find("grad"))
+        elif variable.policy.stacked and variable.aggregation.name in ("SUM", "MEAN"):
+            findings.find_unreducible(walk, None, final)
+    for fact in of_user:
+        findings.find_returned(walk, fact)
     # Flax metrics are arguments, and are combined after the step.
     updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
@@ -86,7 +95,9 @@ def examine(
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
     known = recall(value.array) or EQUAL
-    return DIFFERS if value.varying or known.differs else EQUAL.having(base=f"argument {index}")
+    if value.varying or known.differs:
+        return DIFFERS.having(batch=known.find("batch"))
+    return EQUAL.having(base=f"argument {index}")
 
 
 def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:
@@ -285,7 +296,7 @@ def check_state(
     args, kwargs = _tree_of(given.partitioned, given.values, facts[0]).children()
     trees = _subtrees(_tree_of(result, results, facts[1]))
     candidates = [tree for tree in trees if not _is_gradient(tree)]
-    is_found, is_reduced = False, any(fact.find("gradient") for fact in facts[1])
+    is_found, is_reduced = False, any(f.reduced and f.find("grad") for f in facts[1])
     for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a single value is not state
             continue

@@ -1,8 +1,13 @@
-"""Facts: what happened to a value of replica code; used only for findings.
+"""Facts: what a value of replica code is to that of one replica; used only for findings.
 
 A lattice separate from equal / differs, which is proved elsewhere: a fact may add a finding but
 never proves anything. A fact survives only while every rule along the way keeps it; anything
 unknown drops it, so silence is the default.
+
+The heart of a fact is its `Scale`: to how many times the value of one replica with the whole batch,
+as a power of R, the values of all replicas add up (or what an equal value is). A sum over the
+replicas keeps the power of values that differ and adds one to that of equal ones; a division by R
+takes one off. State, or a result, needs the power 0.
 
 A walk visits the equations in order, those of inner functions and loops included. The rule of each
 primitive turns the facts of the operands into those of the results, and reports mistakes.
@@ -14,7 +19,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,10 +41,18 @@ class Site:
       calls: the equations of the inner functions that contain it, outermost first.
     """
 
-    __slots__ = ("_eqns",)
+    __slots__ = ("_eqns", "_key")
 
     def __init__(self, eqn: JaxprEqn, calls: Sequence[JaxprEqn]):
         self._eqns = (*calls, eqn)
+        self._key = tuple(map(id, self._eqns))
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether it is the same place: what is known of a loop has to come to rest."""
+        return isinstance(other, Site) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def source(self) -> str:
@@ -59,8 +72,36 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
-#: A sum of R equal parts: what made the parts, its site, and the site of the sum.
-Times: TypeAlias = tuple[str, Site, Site]
+class Scale(NamedTuple):
+    """What a value is to that of one replica with the whole batch.
+
+    Attributes:
+      kind: how it came to be. Of values that differ, and of their sums: TOTAL (a sum over rows),
+        SHARE (a total over the count of all rows), MEAN (over this replica's rows), DERIVATIVE (of
+        a mean that was summed before the gradient was taken), PART (linear in such, its power not
+        known). Of reduced values of which no more is known: "summed", "averaged", "gathered".
+        Of values that no sum or mean makes those of one replica: see `findings.UNREDUCIBLE`.
+      power: it is R to this power too large.
+      made: where.
+      reduced: where it was reduced; None: it is not.
+      rows: of a total, how many rows it is the sum of, and over how many axes.
+    """
+
+    kind: str
+    power: int
+    made: Site
+    reduced: Site | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    @property
+    def is_like(self) -> tuple[str, int, bool]:
+        """What two scales have in common whose values may be added."""
+        return self.kind, self.power, self.reduced is not None
+
+
+TOTAL, SHARE, MEAN, DERIVATIVE, PART = "total", "share", "mean", "derivative", "part"
+#: What sums over the replicas, and quotients by R, are followed for.
+LINEAR = (TOTAL, SHARE, MEAN, DERIVATIVE)
 
 
 class Fact(NamedTuple):
@@ -69,7 +110,7 @@ class Fact(NamedTuple):
     Attributes:
       differs: whether it may differ per replica.
       number: the number that all its elements equal, or None.
-      tags: what happened to it, by name; see `rules`.
+      tags: what else, by name; see `rules`.
     """
 
     differs: bool = False
@@ -83,10 +124,25 @@ class Fact(NamedTuple):
                 return held
         return None
 
+    @property
+    def scale(self) -> Scale | None:
+        """What it is to the value of one replica; None: not known."""
+        return self.find("scale")
+
+    def is_kind(self, *kinds: str) -> bool:
+        """Returns whether its scale is one of these."""
+        return self.scale is not None and self.scale.kind in kinds
+
+    @property
+    def reduced(self) -> Site | None:
+        """Where it was reduced over the replicas, if it was."""
+        return self.scale and self.scale.reduced
+
     def having(self, **tags: object) -> Fact:
-        """Returns the fact with these tags added or replaced."""
+        """Returns the fact with these tags added or replaced; None takes one away."""
         kept = {pair for pair in self.tags if pair[0] not in tags}
-        return self._replace(tags=frozenset(kept | set(tags.items())))
+        new = {pair for pair in tags.items() if pair[1] is not None}
+        return self._replace(tags=frozenset(kept | new))
 
     def only(self, *names: str) -> Fact:
         """Returns the fact with only these tags, and no number."""
@@ -98,8 +154,14 @@ class Fact(NamedTuple):
 
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
-#: Tags that a sum has if its parts have them.
-_OF_SUMS = ("mean", "repeated", "share", "grad", "reduced", "times_R", "gradient")
+
+
+def common_scale(facts: Sequence[Fact]) -> Scale | None:
+    """Returns the scale that all of some values have; None: they have none in common."""
+    scales = [x.scale for x in facts]
+    first = scales[0] if scales else None
+    is_common = first is not None and all(s and s.is_like == first.is_like for s in scales)
+    return first if is_common else None
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -108,11 +170,14 @@ def join(a: Fact, b: Fact) -> Fact:
         return a
     for zeros, other in ((a, b), (b, a)):
         if zeros.number == 0 and not zeros.tags and other.number is None:
-            return other.only(*_OF_SUMS)  # an accumulator at its start, an update that is skipped
+            # An accumulator at its start, an update that is skipped.
+            is_kept = other.reduced or other.is_kind(SHARE, MEAN, DERIVATIVE)
+            return other.only("grad", *(["scale"] if is_kept else []))
     number = a.number if a.number == b.number else None
     out = Fact(a.differs or b.differs, number, a.tags & b.tags)
-    gradient = a.find("gradient") or b.find("gradient")
-    return out.having(gradient=gradient) if gradient else out
+    grads = [x.find("grad") for x in (a, b)]
+    is_reduced = any(x.reduced and x.find("grad") for x in (a, b))
+    return out.having(grad=grads[0] or grads[1]) if is_reduced else out
 
 
 def of_literal(value: object) -> Fact:
@@ -132,6 +197,7 @@ class FactWalk(Flow[Fact]):
       axis_name: the name of the replica axis.
       num_replicas: R.
       leading: the leading dimension sizes of arguments that differ: of local batches.
+      sizes: of these the sizes of batches that are known to be such.
 
     Attributes:
       is_alone: whether R = 1: the code is judged as for more replicas, but a division by R is one
@@ -148,12 +214,17 @@ class FactWalk(Flow[Fact]):
     """
 
     def __init__(
-        self, rules: Mapping[str, Any], axis_name: str, num_replicas: int, leading: frozenset[int]
+        self,
+        rules: Mapping[str, Any],
+        axis_name: str,
+        num_replicas: int,
+        leading: frozenset[int],
+        sizes: frozenset[int] = frozenset(),
     ):
         super().__init__()
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.is_alone = num_replicas == 1
-        self.leading = leading
+        self.leading, self.sizes = leading, sizes
         self.in_transpose = self.across = self.mixes = False
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
@@ -167,6 +238,14 @@ class FactWalk(Flow[Fact]):
         sizes = [size for size in self.leading if size > 1]
         lengths = [length for length in shape if length > 1]
         return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
+
+    def are_rows(self, shape: Sequence[int], axes: Sequence[int]) -> bool:
+        """Returns whether an axis among these is known to be that of the batch.
+
+        Not in a loop, where what is left of a row may have any size.
+        """
+        is_loop = any(eqn.primitive.name in ("scan", "while") for eqn in self._calls)
+        return not is_loop and 0 in axes and shape[0] in self.sizes
 
     def site(self, eqn: JaxprEqn) -> Site:
         """Returns the location of an equation."""
@@ -249,8 +328,10 @@ _SMALL = 30
 def _of_cotangents(ins: Sequence[Fact]) -> Fact:
     """Returns the fact of a result in a backward pass, which is linear in the cotangents."""
     parts = [x for x in ins if x.find("grad")]
-    names = [n for n in ("grad", "mean", "repeated", "share") if all(x.find(n) for x in parts)]
-    return unknown(ins)._replace(tags=parts[0].only(*names).tags if parts else frozenset())
+    out = unknown(ins)
+    scale = common_scale(parts)
+    kept = scale if scale is not None and scale.kind in (SHARE, MEAN, DERIVATIVE) else None
+    return out.having(grad=parts[0].find("grad"), scale=kept) if parts else out
 
 
 def unknown(ins: Sequence[Fact]) -> Fact:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from distjax._src.context import Finding, reason_in
 from distjax._src.jax_compat import JaxprEqn
-from distjax._src.lint.facts import EQUAL_BATCH, Fact, FactWalk, Site, Times, shape_of
+from distjax._src.lint.facts import (
+    DERIVATIVE,
+    EQUAL_BATCH,
+    MEAN,
+    SHARE,
+    Fact,
+    FactWalk,
+    Scale,
+    Site,
+    shape_of,
+)
 from distjax._src.user_lines import UNKNOWN, calling_line
 from distjax._src.variables.variable import Variable
 from distjax.errors import message
@@ -56,6 +66,14 @@ def writes_replicas(walk: FactWalk, site: Site) -> bool:
     return bool(re.search(number, _line(site)))
 
 
+def writes_number(site: Site, number: float | None) -> bool:
+    """Returns whether a number stands in the user's line."""
+    found = re.findall(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?", _line(site))
+    return number is not None and any(
+        math.isclose(float(x), abs(number), rel_tol=1e-5) for x in found
+    )
+
+
 def _line(site: Site) -> str:
     file, _, line = site.source.split(" (")[0].rpartition(":")
     return linecache.getline(file, int(line)).split("#")[0] if line.isdigit() else ""
@@ -85,17 +103,61 @@ UNREDUCIBLE = {
         "count), where a mean that they are computed from is one over the replicas, too; for a "
         "loss dj.losses.average_loss(losses, mask)",
     ),
+    "function": (
+        "a function of local sums",
+        "sums or means over the rows, to compute from afterwards what is not linear in them",
+        "a reduction of a function of one replica's sums",
+        "the mean of f(x) is not f of the mean: each replica computes it of its own rows",
+        "x = dj.get_replica_context().all_reduce('mean', x) of the sums or means that it is "
+        "computed from, and then the function",
+    ),
+    "extreme": (
+        "a mean of extremes",
+        "sums or means over the rows",
+        "a mean or sum of each replica's own largest or smallest",
+        "the mean of R maxima is not the maximum",
+        "jax.lax.pmax(x, axis) or jax.lax.pmin(x, axis)",
+    ),
+    "mixed": (
+        "an equal term in a summed share",
+        "each replica's share, in which every term is divided by the global batch",
+        "a share to which a term is added that is equal on all replicas",
+        "the sum of R shares has the term R times",
+        "(...) / ctx.num_replicas_in_sync of the term; or the term added after the sum",
+    ),
+    "size": (
+        "a function of local sums",
+        "gradients as they are, to compute their size afterwards",
+        "a reduction of a size of gradients",
+        "the mean of the sizes of each replica's own gradients is not the size of their mean",
+        "grads = dj.get_replica_context().all_reduce('mean', grads), then their norm",
+    ),
 }
 
 
-def find_unreducible(walk: FactWalk, site: Site, x: Fact) -> None:
-    """Reports values whose sum or mean over the replicas is meaningless."""
+def find_unreducible(walk: FactWalk, site: Site | None, x: Fact) -> None:
+    """Reports values whose sum or mean over the replicas is meaningless.
+
+    Args:
+      walk: the walk.
+      site: where it is reduced; None: where a variable is read whose components it is.
+      x: the value.
+    """
+    if x.scale is None or x.scale.kind not in UNREDUCIBLE:
+        return
     is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
-    for name, (rule, needs, got, why, fix) in UNREDUCIBLE.items():
-        made = x.find(name)
-        if made is not None and not (is_one_example and name == "ratio"):
-            needs = f"a reduction over the replicas needs {needs}"
-            find(walk, rule, [site, made], needs=needs, got=got, why=why, fix=fix)
+    if x.scale.kind != "clipped" and is_one_example or x.scale.kind == "size" and not walk.sizes:
+        return
+    rule, needs, got, why, fix = UNREDUCIBLE[x.scale.kind]
+    needs = f"a reduction over the replicas needs {needs}"
+    sites = [x.scale.made] if site is None else [site, x.scale.made]
+    find(walk, rule, sites, needs=needs, got=got, why=why, fix=fix)
+
+
+def find_returned(walk: FactWalk, x: Fact) -> None:
+    """Reports a result that is R times what one replica computes."""
+    if walk.sizes and x.reduced and x.is_kind(MEAN) and x.scale.power > 0 and not x.find("grad"):
+        find_times_r(walk, x.scale, None, "which is returned")
 
 
 def find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
@@ -113,23 +175,40 @@ def find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
     )
 
 
-def find_times_r(walk: FactWalk, times: Times, by: Variable | str | None) -> None:
+def find_summed(
+    walk: FactWalk, site: Site, x: Fact, by: Variable | str, *, only_gradients: bool = False
+) -> None:
+    """Reports a mean, or what has been reduced, that a variable or an optimizer sums."""
+    scale = x.scale
+    if scale is None or scale.kind in UNREDUCIBLE:
+        return
+    if x.differs and scale.kind in (MEAN, DERIVATIVE):
+        find_times_r(walk, scale._replace(kind=MEAN, reduced=site), by)
+    elif not x.differs and scale.reduced and (x.find("grad") or not only_gradients):
+        kind = scale.kind if scale.kind in _NAMES else "summed"
+        find_times_r(walk, Scale(kind, 1, scale.reduced, site), by)
+
+
+def find_times_r(
+    walk: FactWalk, scale: Scale, by: Variable | str | None, use: str = "which updates equal state"
+) -> None:
     """Reports a sum of R means, or of R equal values.
 
     Args:
       walk: the walk.
-      times: the sum.
+      scale: the scale of the sum.
       by: the variable, or what else, that reduces; None: the user's line does.
+      use: what becomes of it.
     """
-    kind, inner, site = times
-    use = "which updates equal state"
+    kind, inner, site = scale.kind, scale.made, scale.reduced
+    assert site is not None
     fix = "ctx.all_reduce('mean', grads); in an optax chain dj.optim.reduce_gradients('mean')"
     if isinstance(by, Variable):
         use = f"written to variable {by.name!r}"
         fix = f"aggregation=dj.VariableAggregation.MEAN for {by.name!r}"
     elif by is not None:
         use, fix = f"by {by}", "dj.optim.Optimizer(tx, reduce_op='mean')"
-    if kind == "mean":
+    if kind == MEAN:
         find(
             walk,
             "a sum of local means",
@@ -139,7 +218,7 @@ def find_times_r(walk: FactWalk, times: Times, by: Variable | str | None) -> Non
             why="the sum of R means is R times the mean: the step learns at R times the rate",
             fix=fix,
         )
-    elif kind == "derivative":
+    elif kind == DERIVATIVE:
         find(
             walk,
             "the gradient of a sum averaged",
@@ -167,17 +246,17 @@ def find_times_r(walk: FactWalk, times: Times, by: Variable | str | None) -> Non
 
 def find_repeated_total(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     """Reports a total over the replicas that is added to each replica's component."""
-    variable = written_variable(walk, walk.site(eqn))
-    made: Any = amount.find("reduced")
-    if made is None or made[0] == "averaged":
+    variable, scale = written_variable(walk, walk.site(eqn)), amount.scale
+    if scale is None or scale.reduced is None or scale.kind == "averaged":
         return
+    name = _NAMES[scale.kind if scale.kind in _NAMES else "summed"]
     if variable is not None and variable.aggregation.name == "SUM":
         find(
             walk,
             "a total counted by every replica",
-            [walk.site(eqn), made[1]],
+            [walk.site(eqn), scale.reduced],
             needs=f"variable {variable.name!r} needs each replica's own part",
-            got=f"{_NAMES[made[0]]}, added",
+            got=f"{name}, added",
             why="its value is the sum of the replicas' components: the total counts R times",
             fix="metric.update(losses), of this replica's values, before any reduction",
         )
@@ -250,21 +329,16 @@ def find_local_training(walk: FactWalk, variable: Variable, grad: Site) -> None:
 
 def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
     """Reports gradients that do not fit an optimizer with reduction `op`."""
-    site, grad, made = walk.site(eqn), x.find("grad"), x.find("reduced")
+    site, grad = walk.site(eqn), x.find("grad")
     walk.gradients_differ |= x.differs and grad is not None
     find_unreducible(walk, site, x)
-    times: Times | None = None
-    if op == "SUM" and made is not None:
-        times = (*made, site)
-    elif op == "SUM" and x.differs and x.find("mean"):
-        times = ("mean", x.find("mean"), site)
-    elif op == "MEAN" and x.differs and x.find("mean") and x.find("repeated"):
-        times = ("derivative", x.find("repeated"), site)
-    if times is not None:
-        find_times_r(walk, times, _OPTIMIZER.format(op.lower()))
-    elif x.find("share") and op == "MEAN":
-        find_averaged_share(walk, site, x.find("share"))
-    elif not x.differs and grad and made is None:
+    if op == "SUM":
+        find_summed(walk, site, x, _OPTIMIZER.format("sum"))
+    elif x.differs and x.is_kind(DERIVATIVE):
+        find_times_r(walk, x.scale._replace(reduced=site), _OPTIMIZER.format("mean"))
+    elif x.differs and x.is_kind(SHARE):
+        find_averaged_share(walk, site, x.scale.made)
+    if not x.differs and grad and not x.reduced:
         walk.equal_gradients.append((site, grad))
 
 

@@ -25,7 +25,9 @@ from distjax._src.lint.examine import (
     find_unequal_start,
     report_lone_updates,
 )
-from distjax._src.lint.facts import EQUAL, Fact, Site
+from distjax._src.lint.facts import DERIVATIVE, DIFFERS, EQUAL, MEAN, SHARE, TOTAL, Fact, Site
+from distjax._src.lint.findings import UNREDUCIBLE
+from distjax._src.placement.rows import is_batch
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.trace import Given, TracedRun
@@ -65,7 +67,8 @@ def on_traced(run: TracedRun) -> None:
 
 def on_stand_ins(arrays: Sequence[Any], given: Sequence[Any]) -> None:
     """Carries facts over to the arrays of a trace."""
-    remember(arrays, list(map(recall, given)))
+    known = [(recall(x) or DIFFERS).having(batch=True) if is_batch(x) else recall(x) for x in given]
+    remember(arrays, known)
 
 
 def describe(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -118,11 +121,13 @@ def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
 def _dependence(env: Mapping[Any, Fact], atom: Var | Literal, x: GlobalValue, given: Given) -> str:
     """Returns what a value is to that of one replica with the whole batch; "": not known."""
     fact = EQUAL if isinstance(atom, Literal) else env[atom]
-    if fact.find("share"):
-        return " (a share: their sum is what one replica computes)"
-    if fact.find("mean") or fact.find("times_R"):
+    if fact.is_kind(SHARE, TOTAL):
+        return " (a share: their sum is what one replica computes)" if fact.differs else ""
+    if fact.is_kind(MEAN, DERIVATIVE):
         told = "a share, R times too large: their mean is" if fact.differs else "R times"
         return f" ({told} what one replica computes)"
+    if fact.differs and fact.is_kind(*UNREDUCIBLE):
+        return " (of its own rows, not linear: neither sum nor mean is what one replica computes)"
     own = {v.array.shape[1] for v in given.values if v.varying and v.array.ndim > 1}
     equal = {n for v in given.values if not v.varying for n in jnp.shape(v.array)}
     is_rows = x.varying and x.array.ndim > 1 and x.array.shape[1] in own - equal - {1}

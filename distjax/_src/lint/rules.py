@@ -2,17 +2,13 @@
 
 Tags; most hold the site where they originated:
 
-- of values that differ: `mean` (the gradient of a mean over this replica's batch), `share` (sums to
-  the mean over all replicas), `ratio` (a total over a local count), `grad` (part of the backward
-  pass), `size` (computed of squares of gradients), `clipped` (a gradient, by such a size or by
-  value), `component` (of a variable), `repeated` (beside `mean`: the derivative of a sum over the
-  replicas, which is one too, so each part is R times as large);
-- of equal values: `reduced` (how, and where), `whole` (a sum of shares), `times_R` (a sum of R
-  equal parts), `gradient` (a sum or mean of gradients), `random` (bits from an equal key),
-  `divisor` (the number that a constant was divided by), `over_R` (a constant over the number of
-  replicas);
-- of both: `total` (a sum over a batch: its size, its number of axes, and where), `base` (the
-  argument or variable that it updates).
+- `scale`: what the value is to that of one replica, see `facts.Scale`;
+- `grad` (part of a backward pass; of an equal value: a sum or mean of gradients), `component` (of a
+  variable), `base` (the argument or variable that it updates), `random` (bits from an equal key);
+- of numbers: `divisor` (the number that a constant was divided by), `over_R` (a constant over the
+  number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too),
+  `rate` (a factor that may hold R, as it does not stand in the line; of what it is taken times,
+  too).
 """
 
 from __future__ import annotations
@@ -22,28 +18,36 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from distjax._src.jax_compat import JaxprEqn
+from distjax._src.jax_compat import JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.facts import (
+    DERIVATIVE,
     DIFFERS,
     EQUAL,
+    LINEAR,
+    MEAN,
+    PART,
+    SHARE,
+    TOTAL,
     Fact,
     FactWalk,
+    Scale,
     Site,
+    common_scale,
     shape_of,
     size_of,
     unknown,
 )
+from distjax._src.lint.findings import UNREDUCIBLE
 from distjax._src.replica.analysis import names_axis
 from distjax._src.replica.merge import reduction_of
 from distjax._src.variables.state import variable_p
 from distjax._src.variables.variable import Variable
 
-#: Tags kept by a linear operation with one tagged operand; those of values that are reduced.
-SCALES = ("mean", "share", "ratio", "repeated", "total")
-REDUCED = ("reduced", "times_R", "gradient")
-#: Tags that a division by the number of replicas removes.
-UNTIL_DIVIDED = ("mean", "share", "repeated", "total", "reduced", "times_R", "whole")
+#: Tags kept by what is linear.
+KEPT = ("grad", "scale")
+#: Scales that no linear operation changes.
+NOT_LINEAR = frozenset(UNREDUCIBLE)
 
 # -- sums over the replicas, and their division by R ---------------------------
 
@@ -59,25 +63,25 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
         return _summed_by_variable(walk, variable, site, x)
     if x.number is not None:
         return Fact(number=x.number * walk.num_replicas)
-    out, grad = _sum_of(walk, site, x), x.find("grad") or x.find("gradient")
-    return out.having(gradient=grad) if grad else out
-
-
-def _sum_of(walk: FactWalk, site: Site, x: Fact) -> Fact:
-    out = EQUAL.having(reduced=("summed", site))
+    scale = None
     if x.differs:
         walk.mixes |= not _is_gradient(walk, x)
         findings.find_unreducible(walk, site, x)
-        if x.find("share"):
-            return out.having(whole=x.find("share"))
-        if x.find("mean"):
-            out = out.having(times_R=("mean", x.find("mean"), site))
-        return out._replace(tags=out.tags | x.only("repeated", "total").tags)
-    if made := x.find("reduced"):
-        return out.having(times_R=(*made, site))
-    if grad := x.find("grad"):
-        walk.equal_gradients.append((site, grad))
-    return EQUAL
+        scale = Scale("summed", 0, site, site)
+        if x.scale is not None and x.scale.kind in LINEAR:
+            scale = x.scale._replace(reduced=site)
+    elif x.reduced is not None:
+        scale = _once_more(x.scale, site)
+    elif x.find("grad"):
+        walk.equal_gradients.append((site, x.find("grad")))
+    return EQUAL.having(scale=scale, grad=scale and x.find("grad"))
+
+
+def _once_more(scale: Scale | None, site: Site) -> Scale:
+    """Returns the scale of R times what has been reduced."""
+    assert scale is not None and scale.reduced is not None
+    kind = "summed" if scale.kind in LINEAR else scale.kind
+    return Scale(kind, scale.power + 1, scale.reduced, site)
 
 
 def _is_gradient(walk: FactWalk, x: Fact) -> bool:
@@ -93,25 +97,25 @@ def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
         out = Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
         is_loss = x.number == 1.0 and not x.find("over_R")  # a factor may be meant for R
         return out.having(repeated=site) if is_loss else out
-    if not x.differs and x.find("share"):  # R equal shares
-        return x.only("grad").having(mean=x.find("share"))
-    return Fact(False, None, x.only("grad", "mean", "share").tags)
+    scale = x.scale if x.is_kind(MEAN, SHARE) else None
+    if not x.differs and scale is not None and scale.kind == SHARE:  # R equal shares
+        scale = Scale(MEAN, 1, scale.made)
+    return EQUAL.having(grad=x.find("grad"), scale=scale)
 
 
 def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without(*UNTIL_DIVIDED)
-    made, times, whole = x.find("reduced"), x.find("times_R"), x.find("whole")
-    if x.differs or not (made or times):
-        return rest
-    averaged = rest.having(reduced=("averaged", site))
-    if whole is not None:
-        findings.find_averaged_share(walk, site, whole)
-    elif times and x.find("repeated"):
-        return averaged.having(times_R=("derivative", x.find("repeated"), site))
-    elif times and findings.written_variable(walk, site) is not None:
+    site, rest, scale = walk.site(eqn), _of_unknown_size(x), x.scale
+    if x.differs or scale is None or scale.reduced is None:
+        return rest if x.differs else rest.having(rate=True)
+    averaged = rest.having(scale=Scale("averaged", 0, site, site))
+    if scale.kind == SHARE:
+        findings.find_averaged_share(walk, site, scale.made)
+    elif scale.kind == DERIVATIVE and scale.power == 2:
+        return rest.having(scale=scale._replace(power=1, reduced=site))
+    elif scale.power > 0 and findings.written_variable(walk, site) is not None:
         return x  # a variable's mean of R equal values
-    elif (x.find("total") or (0,))[0] == walk.num_replicas:  # it may be a local batch of R examples
+    elif scale.rows[0] == walk.num_replicas:  # it may be a local batch of R examples
         return rest
     return averaged
 
@@ -122,20 +126,16 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact)
         return _as_written(x._replace(differs=False))
     if x.differs:
         findings.find_unreducible(walk, site, x)
-    made, is_gradient = x.find("reduced"), _is_gradient(walk, x)
-    if is_gradient and not (made or x.differs):
+    is_gradient = _is_gradient(walk, x)
+    if is_gradient and not (x.reduced or x.differs):
         walk.equal_gradients.append((site, x.find("grad")))
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
-        if x.differs and x.find("mean") and x.find("repeated"):
-            findings.find_times_r(walk, ("derivative", x.find("repeated"), site), variable)
-        share = x.find("share")
-        return EQUAL.having(whole=share, reduced=("summed", site)) if share else _as_written(x)
-    if x.differs and x.find("mean"):
-        findings.find_times_r(walk, ("mean", x.find("mean"), site), variable)
-    elif made is not None and not x.differs and x.find("gradient"):
-        findings.find_times_r(walk, (*made, site), variable)
+        if x.differs and x.is_kind(DERIVATIVE):
+            findings.find_times_r(walk, x.scale._replace(reduced=site), variable)
+        return x._replace(differs=False) if x.is_kind(SHARE) and x.differs else _as_written(x)
+    findings.find_summed(walk, site, x, variable, only_gradients=True)
     return EQUAL
 
 
@@ -144,7 +144,8 @@ def _as_written(x: Fact) -> Fact:
 
     Of a new value computed from the old one, the sum was seen where it was added.
     """
-    return EQUAL if x.differs or x.find("base") else x.only("times_R", "gradient")
+    is_too_large = x.reduced is not None and x.scale.power > 0
+    return EQUAL if x.differs or x.find("base") or not is_too_large else x.only(*KEPT)
 
 
 def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -183,18 +184,40 @@ def is_multiple(number: float | None, count: int) -> bool:
     return number is not None and count <= number < 1e9 and number % count == 0
 
 
-def squared(x: Fact) -> Fact:
+def of_sums(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Scale | None:
+    """Returns the scale of what is computed, not linearly, from sums over one replica's rows.
+
+    None: other values that differ have a part in it, such as rows, or gradients (their signs may
+    be meant), or it is not computed so.
+    """
+    own = [x.scale for x in ins if x.differs]
+    is_known = own and walk.sizes and None not in own
+    if not is_known or any(x.find("grad") for x in ins):
+        return None
+    made = next((s for s in own if s and s.kind in NOT_LINEAR), None)
+    return made or Scale("function", 0, walk.site(eqn))
+
+
+def squared(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the square of `x`."""
     if not x.differs:
         return x.only("random")
-    return DIFFERS.having(size=x.find("grad")) if x.find("grad") else x.only("size")
+    if x.find("grad"):
+        return DIFFERS.having(scale=Scale("size", 0, x.find("grad")))
+    return DIFFERS.having(scale=of_sums(walk, eqn, [x]))
+
+
+def elements_of(x: Fact) -> Fact:
+    """Returns the fact of a sum of elements of `x`, where gradients may be clipped one by one."""
+    return x.only("grad", *([] if x.is_kind("clipped") else ["scale"]))
 
 
 def of_parts(parts: Sequence[Fact]) -> Fact:
     """Returns the fact of an array assembled from others, ignoring plain constants among them."""
     told = [x for x in parts if x.number is None or x.find("grad")] or list(parts)
-    names = [n for n in ("grad", *SCALES, *REDUCED) if all(x.find(n) for x in told)]
-    return told[0].only(*names)._replace(differs=unknown(parts).differs)
+    grad = told[0].find("grad") if all(x.find("grad") for x in told) else None
+    rate = next((True for x in parts if x.find("rate") or x.find("over_R")), None)
+    return unknown(parts).having(grad=grad, scale=common_scale(told), rate=rate)
 
 
 def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -204,14 +227,24 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
         is_over_r = is_over_r and not walk.is_alone or findings.names_replicas(walk.site(eqn))
+        product = product.having(rate=_is_rate(walk, eqn, 0, a) or _is_rate(walk, eqn, 1, b))
         return [_over_replicas(product) if is_over_r else product]
-    if b.number is not None and not b.find("grad"):
-        return [_scaled(walk, eqn, a, b.number)]
-    if a.number is not None and not a.find("grad"):
-        return [_scaled(walk, eqn, b, a.number)]
+    for i, own, other in ((1, b, a), (0, a, b)):
+        if own.number is not None and not own.find("grad"):
+            is_rate = not other.differs and not other.reduced and _is_rate(walk, eqn, i, own)
+            out = _scaled(walk, eqn, other, own.number)
+            return [out.having(rate=True) if is_rate else out]
     if eqn.invars[0] is eqn.invars[1]:
-        return [squared(a)]
+        return [squared(walk, eqn, a)]
     return [_product(walk, eqn, a, b)]
+
+
+def _is_rate(walk: FactWalk, eqn: JaxprEqn, i: int, x: Fact) -> bool | None:
+    """Returns whether a factor may hold R: a number that does not stand in the user's line."""
+    if x.find("rate") or x.find("over_R"):
+        return True
+    is_free = abs(x.number or 0) in (0, 0.5, 1, 2) or not isinstance(eqn.invars[i], Literal)
+    return None if is_free or findings.writes_number(walk.site(eqn), x.number) else True
 
 
 def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
@@ -219,22 +252,37 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
 
     Or if the line names the number of replicas; any other number is a weight or a rate.
     """
-    count = walk.num_replicas
-    is_tagged = any(x.find(name) for name in UNTIL_DIVIDED)
-    is_named = is_tagged and findings.names_replicas(walk.site(eqn))
+    count, scale = walk.num_replicas, x.scale
+    if scale is not None and scale.kind in NOT_LINEAR:
+        return x
+    is_named = scale is not None and findings.names_replicas(walk.site(eqn))
     if is_close(factor, 1 / count):
-        is_rate = eqn.primitive.name == "mul" and x.find("whole")
+        is_rate = eqn.primitive.name == "mul" and x.reduced and x.is_kind(SHARE)
         return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
-        return x.without("share", "total", *([] if x.find("times_R") else ["reduced"]))
+        return x if x.is_kind(MEAN, DERIVATIVE) or _is_r_times(x) else _of_unknown_size(x)
     if is_named:
-        return x.without(*UNTIL_DIVIDED)
+        return _of_unknown_size(x)
     return x.without("base") if factor == 0 else x
+
+
+def _of_unknown_size(x: Fact) -> Fact:
+    """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
+    if x.is_kind(*NOT_LINEAR):
+        return x._replace(number=None)
+    scale, x = x.scale, x.without("scale")
+    is_sum = x.differs and scale is not None and not x.find("grad")
+    return x.having(scale=Scale(PART, 0, scale.made)) if is_sum else x
+
+
+def _is_r_times(x: Fact) -> bool:
+    """Returns whether an equal value has been reduced to R times what one replica has."""
+    return x.reduced is not None and x.scale is not None and x.scale.power > 0
 
 
 def _over_replicas(x: Fact) -> Fact:
     """Returns the fact of a number that was divided by R, perhaps within a derivative."""
-    return x._replace(tags=x.without(*SCALES).tags).having(over_R=True)
+    return x._replace(tags=x.without("scale").tags).having(over_R=True)
 
 
 def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
@@ -242,20 +290,38 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     is_transposed = walk.is_transposed(eqn)
     if a.differs and b.differs:
         for grad, size in ((a, b), (b, a)):
-            if grad.find("grad") and size.find("size") and not is_transposed:
-                return grad.only("grad", *SCALES).having(clipped=walk.site(eqn))
-        tagged = [x for x in (a, b) if any(x.find(name) for name in SCALES)]
-        if len(tagged) == 1 and is_transposed:
-            return tagged[0].only("grad", *SCALES)
-        return DIFFERS._replace(tags=(a if a.find("grad") else b).only("grad", "size").tags)
+            if grad.find("grad") and size.is_kind("size") and not is_transposed:
+                return grad.having(scale=Scale("clipped", 0, walk.site(eqn))).only(*KEPT)
+        tagged = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
+        if len(tagged) == 1:
+            out, scale = tagged[0].only(*KEPT), tagged[0].scale
+            is_part = walk.sizes and scale is not None and scale.kind == PART
+            return out.having(scale=Scale("function", 0, scale.made)) if is_part else out
+        grad = a if a.find("grad") else b
+        scale = grad.scale if grad.is_kind("size") else of_sums(walk, eqn, [a, b])
+        return grad.only("grad").having(scale=scale)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
-        own = own if is_transposed else own.without("total")
-        return Fact(True, None, own.tags | other.only("grad", "gradient", *SCALES).tags)
-    kept = (*REDUCED, "random", "grad", *SCALES)
+        if own.is_kind(TOTAL) and not is_transposed:  # no longer a count
+            own = own.having(scale=own.scale._replace(kind=PART))
+        is_seed = other.find("grad") and not other.reduced
+        scale = own.scale or (other.scale if is_seed else None)
+        if is_transposed and is_seed and own.scale and not own.find("grad"):
+            # What one replica's sums weigh: linear in them, unless other values come in.
+            scale = own.scale if own.is_kind(*NOT_LINEAR) else Scale(PART, 0, own.scale.made)
+        grad = own.find("grad") or (other.find("grad") if is_seed else None)
+        return own.having(scale=scale, grad=grad)._replace(number=None)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
-    return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags | base.only("base").tags)
+    return Fact(False, None, _either(a, b).tags | base.only("base").tags)
+
+
+def _either(a: Fact, b: Fact) -> Fact:
+    """Returns the fact of what is computed from two equal values, linear in each."""
+    scales = sorted((x.scale for x in (a, b) if x.scale), key=lambda s: -abs(s.power))
+    names = ("grad", "random", "rate")
+    kept = {name: a.find(name) or b.find(name) for name in names}
+    return EQUAL.having(scale=scales[0] if scales else None, **kept)
 
 
 def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -272,43 +338,52 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [quotient.having(divisor=(b.number, site.is_mean))]
     is_transposed = walk.is_transposed(eqn)
     if a.number is not None and a.find("grad") is None:
-        if is_transposed and b.find("total"):
+        if is_transposed and b.is_kind(TOTAL):
             if b.differs:
-                return [DIFFERS.having(ratio=site, grad=site)]
+                return [DIFFERS.having(scale=Scale("ratio", 0, site), grad=site)]
             if not (a.find("over_R") or is_close(a.number, walk.num_replicas)):
-                return [EQUAL.having(share=site, grad=site)]
-        return [b.only("size")]
-    if a.find("total") and b.find("total") and not is_transposed:
-        if b.differs and not shape_of(eqn.outvars[0]):
-            return [DIFFERS.having(ratio=site)]
-        if a.differs and not b.differs:
-            return [DIFFERS.having(share=site)]
+                return [EQUAL.having(scale=Scale(SHARE, 0, site), grad=site)]
+        return [unknown(ins).having(scale=_size_of([b]) or of_sums(walk, eqn, [b]))]
+    if a.is_kind(TOTAL, PART) and b.is_kind(TOTAL) and not is_transposed:
+        if b.differs and (walk.sizes or a.is_kind(TOTAL) and not shape_of(eqn.outvars[0])):
+            return [DIFFERS.having(scale=Scale("ratio", 0, site))]
+        if a.differs and a.is_kind(TOTAL) and not b.differs:
+            return [DIFFERS.having(scale=Scale(SHARE, 0, site))]
+    if b.differs and not a.differs and not is_transposed:
+        return [DIFFERS.having(scale=_size_of([b]) or of_sums(walk, eqn, [b]))]
     return [_product(walk, eqn, a, b)]
+
+
+def _size_of(ins: Sequence[Fact]) -> Scale | None:
+    """Returns the scale of a value that is computed of the size of a gradient."""
+    return next((x.scale for x in ins if x.differs and x.is_kind("size")), None)
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     """Returns the fact of `x` divided by a number."""
-    count, num_axes, summed = x.find("total") or (0, 0, None)
+    scale, grad = x.scale, x.find("grad")
+    count, num_axes = scale.rows if scale is not None and scale.kind == TOTAL else (0, 0)
     site, is_transposed = walk.site(eqn), walk.is_transposed(eqn)
-    grad = x.find("grad") or x.find("gradient")
     is_plain = num_axes == 1 and not walk.is_alone  # else the global batch is as large
     if count > 1 and is_plain and is_close(number, count * walk.num_replicas):
         if x.differs and not findings.writes_replicas(walk, site):
-            return x.only("grad").having(share=site)
+            return x.only("grad").having(scale=Scale(SHARE, 0, site))
     is_local = count > 1 and is_close(number, count) and (is_plain or site.is_mean)
     if is_local and not is_transposed and (site.is_mean or number != walk.num_replicas):
-        if x.differs and grad:
-            return x.only("grad").having(mean=site)
-        if grad and x.find("reduced") and not findings.names_replicas(site):
-            return x.without(*UNTIL_DIVIDED).having(
-                times_R=("mean", site, summed), reduced=x.find("reduced")
-            )
-    x = x if grad else x.without("total")  # no longer a count
+        if x.differs and (grad or walk.sizes):
+            return x.only("grad").having(scale=Scale(MEAN, 1, site))
+        is_sum = x.reduced is not None and (grad or count in walk.sizes)
+        if is_sum and not findings.names_replicas(site):
+            return x.having(scale=Scale(MEAN, 1, site, x.reduced))._replace(number=None)
+    if scale is not None and scale.kind == TOTAL and not grad:  # no longer a count
+        x = x.having(scale=scale._replace(kind="summed" if scale.reduced else PART))
     if site.is_mean and is_transposed:  # a mean within an example, as in a layer norm
-        return x.only("grad", *SCALES)
+        return x.only(*KEPT)
     if is_multiple(number, walk.num_replicas) and not (is_transposed or walk.is_alone):
         is_plain = is_close(number, walk.num_replicas)  # else the mean of k microbatches, too
-        return divide_by_replicas(walk, eqn, x) if is_plain else x.without(*UNTIL_DIVIDED)
+        if not (is_plain or x.scale and x.scale.kind in (*NOT_LINEAR, PART)):
+            return _of_unknown_size(x)
+        return divide_by_replicas(walk, eqn, x) if is_plain else x
     return _scaled(walk, eqn, x, 1 / number)
 
 
@@ -324,41 +399,66 @@ def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
         tags = a.without("divisor").tags | b.without("divisor").tags
         return Fact(False, a.number + sign * b.number, tags)
     if walk.is_transposed(eqn) and (a.find("grad") or b.find("grad")):
-        return _sum_of_cotangents(a, b)
+        return _sum_of_cotangents(walk, eqn, a, b)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs and b.differs:
-        return _sum_of_different(a, b)
+        return _sum_of_different(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         if own.find("component"):
             findings.find_repeated_total(walk, eqn, other)
-        dropped = [] if own.find("grad") else ["total"]
-        kept = own.without("share" if other.number is not None else "", *dropped)
+        mixed = _mixed(walk, eqn, own, other)
+        if own.is_kind(TOTAL) and not own.find("grad"):
+            own = own.having(scale=own.scale._replace(kind=PART))
+        if other.number is not None and own.is_kind(SHARE):
+            own = own.without("scale")
         base = EQUAL if own.find("component") else other.only("base")
-        return Fact(True, None, kept.tags | base.tags)
+        own = own.having(scale=mixed) if mixed else own
+        return Fact(True, None, own.tags | base.tags)
     for own, other in ((a, b), (b, a)):
         is_update = other.find("base") and not own.find("base")
-        if is_update and own.find("times_R") and own.find("gradient"):
-            findings.find_times_r(walk, own.find("times_R"), None)
-    kept = (*REDUCED, "random", "base", "grad", *SCALES)
-    return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)
+        is_known = own.find("grad") or (walk.sizes and own.is_kind(MEAN))
+        if is_update and _is_r_times(own) and is_known:
+            findings.find_times_r(walk, own.scale, None)
+    out = _either(a, b)
+    return out._replace(tags=out.tags | a.only("base").tags | b.only("base").tags)
 
 
-def _sum_of_cotangents(a: Fact, b: Fact) -> Fact:
+def _mixed(walk: FactWalk, eqn: JaxprEqn, own: Fact, other: Fact) -> Scale | None:
+    """Returns the scale of a share of a sum to which what is equal on all replicas is added.
+
+    R shares would count it R times. None: it may be divided by R.
+    """
+    is_sum = own.is_kind(SHARE) and not own.reduced
+    if not is_sum or other.number is not None or other.find("rate") or other.find("over_R"):
+        return None
+    return Scale("mixed", 0, walk.site(eqn))
+
+
+def _sum_of_cotangents(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a sum over two paths from a value to the loss."""
     out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
-    mean = a.find("mean") or b.find("mean")
-    is_mean = mean and not (a.find("share") or b.find("share"))
-    return out.having(mean=mean) if is_mean else out  # the other path has some unknown factor
+    for own, other in ((a, b), (b, a)):
+        if own.differs and not other.differs and (mixed := _mixed(walk, eqn, own, other)):
+            return out.having(scale=mixed)
+    broken = next((x.scale for x in (a, b) if x.differs and x.is_kind(*NOT_LINEAR)), None)
+    mean = next((x.scale for x in (a, b) if x.is_kind(MEAN, DERIVATIVE)), None)
+    is_mean = mean and not (a.is_kind(SHARE) or b.is_kind(SHARE))
+    # Else the other path has some unknown factor.
+    return out.having(scale=broken or mean) if broken or is_mean else out
 
 
-def _sum_of_different(a: Fact, b: Fact) -> Fact:
-    out = a.only(*(n for n in (*SCALES, "clipped") if a.find(n) and b.find(n)))
-    for name in ("grad", "size", "component", "base"):
-        held = a.find(name) or b.find(name)
-        out = out.having(**{name: held}) if held else out
-    for x in (a, b):  # noise added to a sum of gradients
-        out = out._replace(tags=out.tags | x.only("total").tags) if x.find("grad") else out
+def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
+    broken = next((x.scale for x in (a, b) if x.is_kind(*NOT_LINEAR)), None)
+    scale = common_scale((a, b)) or _size_of((a, b))
+    if scale is None and broken is not None and a.scale and b.scale:
+        scale = broken
+    for x, y in ((a, b), (b, a)):  # noise added to a sum of gradients, or a part to a component
+        if scale is None and (x.find("grad") and x.is_kind(TOTAL) or y.find("component")):
+            scale = x.scale
+    out = DIFFERS.having(scale=scale)
+    for name in ("grad", "component", "base"):
+        out = out.having(**{name: a.find(name) or b.find(name)})
     return out
 
 
@@ -368,8 +468,10 @@ def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if len(tensors) == 1:
         [x] = tensors
         if x.differs and x.find("grad") and not walk.is_transposed(eqn):
-            return [x.having(clipped=walk.site(eqn))]
-        return [x.without("mean", "share") if x.differs else x]
+            return [x.having(scale=Scale("clipped", 0, walk.site(eqn)))]
+        if x.differs and x.is_kind(MEAN, SHARE, PART):
+            x = x.having(scale=of_sums(walk, eqn, [x]))
+        return [x._replace(number=None)]
     return elementwise(walk, eqn, ins)
 
 
@@ -377,12 +479,55 @@ def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum of products: dot_general, convolution."""
     a, b = ins[0], ins[1]
     if eqn.invars[0] is eqn.invars[1] and a.find("grad"):
-        return [squared(a)]
-    out = _product(walk, eqn, a.without("random"), b.without("random"))
+        return [squared(walk, eqn, a)]
     if not walk.is_transposed(eqn):
-        return [out.only(*REDUCED) if not out.differs else DIFFERS]
-    out = out.without("base", "clipped", "size")
+        out = unknown(ins)
+        if not out.differs:
+            return [_either(a, b).only(*KEPT)]
+        if a.differs and b.differs and not (a.scale or b.scale) and _sums_rows(walk, eqn):
+            rows = shape_of(eqn.invars[0])[eqn.params["dimension_numbers"][0][0][0]]
+            return [out.having(scale=Scale(TOTAL, 0, walk.site(eqn), rows=(rows, 1)))]
+        return [out.having(scale=_linear_scale(a, b))]
+    weight = _weight(walk, eqn, ins)
+    out = weight or _product(walk, eqn, a.without("random"), b.without("random"))
+    out = out.without("base", *(["scale"] if out.is_kind("clipped", "size") else []))
     return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
+
+
+def _linear_scale(a: Fact, b: Fact) -> Scale | None:
+    """Returns the scale of the product of a value that differs and one that does not."""
+    own, other = (a, b) if a.differs else (b, a)
+    scale = None if other.differs or own.find("grad") else own.scale
+    return scale._replace(kind=PART) if scale and scale.kind == TOTAL else scale
+
+
+def _sums_rows(walk: FactWalk, eqn: JaxprEqn) -> bool:
+    """Returns whether a product contracts both operands over the rows, and over nothing else."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    axes, _ = eqn.params["dimension_numbers"]
+    shapes = list(map(shape_of, eqn.invars))
+    is_rows = any(map(walk.are_rows, shapes, axes)) and len(axes[0]) == 1
+    rest = [n for shape, own in zip(shapes, axes, strict=True) for n in _without(shape, own)]
+    return is_rows and walk.sizes.isdisjoint(rest)
+
+
+def _without(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
+    return [length for axis, length in enumerate(shape) if axis not in axes]
+
+
+def _weight(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact | None:
+    """Returns the fact of a gradient whose first cotangent is computed of one replica's sums.
+
+    It is the gradient of something that is not linear in them. None: it is not, as far as is known.
+    """
+    if not walk.sizes or any(x.find("grad") for x in ins):
+        return None
+    made = next((x.scale for x in ins if x.differs and x.scale and not x.reduced), None)
+    if made is None or made.kind == "size":
+        return None
+    scale = made if made.kind in NOT_LINEAR else Scale("function", 0, made.made)
+    return DIFFERS.having(grad=walk.site(eqn), scale=scale)
 
 
 def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -394,9 +539,15 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [cases[min(int(which.number), len(cases) - 1)]]
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
     tags = frozenset.intersection(*(c.tags for c in tensors))
-    for name in ("clipped", "size", "gradient"):
-        tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     out = Fact(any(x.differs for x in ins), None, tags)
+    clipped = next((c.scale for c in tensors if c.is_kind("clipped", "size")), None)
+    summed = next((c for c in tensors if c.reduced and c.find("grad")), None)
+    if clipped is not None:
+        out = out.having(scale=clipped)
+    elif which.differs and which.scale and not (out.scale and out.is_kind(*NOT_LINEAR)):
+        out = out.having(scale=of_sums(walk, eqn, [which, *(c for c in tensors if c.differs)]))
+    if summed is not None:
+        out = out.having(grad=summed.find("grad"))
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
         out = out.without("base")
     random = None if out.differs else which.find("random")
@@ -404,11 +555,13 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Other ops; keeps random bits of equal keys, and sizes of local gradients."""
+    """Other ops; keeps random bits of equal keys, and what was computed of sums."""
     out = unknown(ins)
-    name = "size" if out.differs else "random"
-    held = next((x.find(name) for x in ins if x.find(name)), None)
-    return [out.having(**{name: held}) if held else out] * len(eqn.outvars)
+    if out.differs:
+        out = out.having(scale=_size_of(ins) or of_sums(walk, eqn, ins))
+    else:
+        out = out.having(random=next((x.find("random") for x in ins if x.find("random")), None))
+    return [out] * len(eqn.outvars)
 
 
 def compare(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -444,10 +597,11 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     if x.find("random") and eqn.params["broadcast_dimensions"][:1] != (0,):
         return [x.without("random")]  # the same number for every example
     count = size_of(eqn.outvars[0]) // max(1, size_of(eqn.invars[0]))
-    is_seed = x.number not in (None, 0.0) and count > 1
-    if not is_seed or x.find("grad") or not walk.is_transposed(eqn):
+    if x.find("grad") or not walk.is_transposed(eqn) or count == 1:
         return [x]
-    return [_seed(walk, eqn, x, count)]
+    if x.number not in (None, 0.0):
+        return [_seed(walk, eqn, x, count)]
+    return [_weight(walk, eqn, ins) or x]
 
 
 def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
@@ -466,17 +620,18 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     is_divided = x.find("over_R") or is_close(weight, 1 / walk.num_replicas) and not walk.is_alone
     if is_multiple(number, walk.num_replicas) and not is_weighted:  # by all microbatches
         is_divided = is_divided or not is_plain_mean
-    is_mean_of_rows = is_weighted or is_plain_mean
     x = x.having(grad=seed)
-    if is_local and is_mean_of_rows and not is_divided:
-        is_repeated = repeated and is_weighted and is_close(weight, walk.num_replicas)
-        return x.having(mean=seed, **({"repeated": repeated} if is_repeated else {}))
+    if is_local and (is_weighted or is_plain_mean) and not is_divided:
+        if repeated and is_weighted and is_close(weight, walk.num_replicas):
+            return x.having(scale=Scale(DERIVATIVE, 2, repeated))
+        return x.having(scale=Scale(MEAN, 1, seed))
     if is_local and is_plain and is_close(x.number, 1.0) and count in walk.leading:
-        return x.having(total=(count, 1, seed))
+        return x.having(scale=Scale(TOTAL, 0, seed, rows=(count, 1)))
     is_share = is_plain and is_close(number, count * walk.num_replicas)
     is_share = is_share and not is_close(weight, 1.0)  # R times a share is a mean
     is_share = is_share and (not x.find("over_R") or is_close(weight * walk.num_replicas, 1.0))
-    return x.having(share=seed) if is_share and not findings.writes_replicas(walk, seed) else x
+    is_share = is_share and not findings.writes_replicas(walk, seed)
+    return x.having(scale=Scale(SHARE, 0, seed)) if is_share else x
 
 
 def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -485,22 +640,28 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     if x.number is not None:
         return [x._replace(number=x.number * count)]
     if not x.differs:
-        return [x.only("grad", *SCALES, *REDUCED)]
-    total = (count, len(axes), walk.site(eqn))
+        return [x.only(*KEPT)]
+    total = Scale(TOTAL, 0, walk.site(eqn), rows=(count, len(axes)))
     if x.find("grad"):
-        grad = x.only("grad", *SCALES)
         is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
-        return [grad.having(total=total) if is_by_example else grad]
+        return [elements_of(x).having(scale=total if is_by_example else elements_of(x).scale)]
+    if x.scale is not None and (walk.sizes or x.is_kind("size")):  # its rows have been summed
+        return [DIFFERS.having(scale=_linear_scale(x, EQUAL))]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
     is_of_rows = 0 in axes or not shape_of(eqn.outvars[0])
-    if x.find("size") or not is_of_rows or not walk.may_be_batch(summed):
-        return [x.only("size")]
-    return [DIFFERS.having(total=total)]
+    return [DIFFERS.having(scale=total) if is_of_rows and walk.may_be_batch(summed) else DIFFERS]
+
+
+def _reduce_extreme(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    x = ins[0]
+    if x.scale is None and x.differs and walk.are_rows(shape_of(eqn.invars[0]), eqn.params["axes"]):
+        return [DIFFERS.having(scale=Scale("extreme", 0, walk.site(eqn)))]
+    return elementwise(walk, eqn, ins)
 
 
 def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Selects or adds up elements of its first operand: gather, cumsum, pad, split."""
-    kept = ins[0].only("grad", *SCALES, *REDUCED)
+    kept = elements_of(ins[0])
     return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
 
 
@@ -514,7 +675,8 @@ def _put(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 def _concatenate(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Puts operands beside each other: concatenate, stack."""
     [out] = elementwise(walk, eqn, ins)
-    return [out._replace(tags=out.tags | of_parts(ins).tags)]
+    parts = of_parts(ins)
+    return [out.having(grad=parts.find("grad"), scale=parts.scale or out.scale)]
 
 
 def _power(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -525,7 +687,7 @@ def _power(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
     if power == 1:  # as optax computes Adam's first moments
         return _same(walk, eqn, ins)
-    return [squared(x)] if power == 2 else elementwise(walk, eqn, ins)
+    return [squared(walk, eqn, x)] if power == 2 else elementwise(walk, eqn, ins)
 
 
 # -- over the replicas --------------------------------------------------------
@@ -547,8 +709,8 @@ def _gathered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _of_gathered(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
-    out, grad = EQUAL.having(reduced=("gathered", walk.site(eqn))), x.find("grad")
-    return out.having(gradient=grad) if grad else out
+    site = walk.site(eqn)
+    return EQUAL.having(scale=Scale("gathered", 0, site, site), grad=x.find("grad"))
 
 
 def _extreme(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -571,7 +733,7 @@ def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     if not names_axis(eqn, walk.axis_name):
         return [unknown(ins)]
     # As the transpose of a gather, it sums the cotangents of all replicas' means or shares.
-    kept = ("grad", *SCALES) if walk.is_transposed(eqn) else ("grad",)
+    kept = KEPT if walk.is_transposed(eqn) else ("grad",)
     return [ins[0].only(*kept)._replace(differs=True)]
 
 
@@ -592,6 +754,7 @@ RULES: dict[str, Rule] = {
     **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
     **_named(_put, "dynamic_update_slice scatter scatter-add"),
     **_named(_reduce_sum, "reduce_sum"),
+    **_named(_reduce_extreme, "reduce_max reduce_min"),
     **_named(_power, "integer_pow square"),
     **_named(mul, "mul"),
     **_named(div, "div"),

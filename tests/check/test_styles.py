@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 from tests.check.problem import (
@@ -322,6 +324,29 @@ def test_each_strategy(kind, op, right):
         return ctx().all_reduce(op, loss_of({k: v.value for k, v in variables.items()}, x, y))
 
     assert outcome(step, *batch_of(strategy), strategy=strategy) == right
+
+
+@both
+@pytest.mark.parametrize("named", ["spec", "sharding"])
+def test_constraints_over_model_axes_name_no_device_of_a_check(named, op, right):
+    strategy = dj.MirroredStrategy(model_axes={"model": 2})
+
+    def body(product, row):
+        spec = P("model")
+        if named == "sharding":
+            spec = NamedSharding(strategy.mesh, spec)  # the strategy's, in a check too
+        row = jax.lax.with_sharding_constraint(jnp.append(row, 1.0), spec)
+        return product, row @ product
+
+    @jax.checkpoint
+    def loss(w, x, y):
+        return jnp.mean((jax.lax.scan(body, w, x)[1] - y) ** 2)
+
+    def step(w, x, y):
+        return w - 0.1 * ctx().all_reduce(op, jax.grad(loss)(w, x, y))
+
+    w = jnp.array([0.5, -1.0, 2.0, 0.1])
+    assert outcome(step, w, *batch_of(strategy), strategy=strategy) == right
 
 
 @both

@@ -402,7 +402,9 @@ class _Evaluator(OneDevice):
         self._shares_device = emitter.topology.mesh is None
 
     def _is_special(self, eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name in DRAWS or self._recording.constants or self._is_inside:
+        if eqn.primitive.name in DRAWS | jax_compat.CONSTRAINTS:
+            return True
+        if self._recording.constants or self._is_inside:
             return True
         if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
             return True
@@ -420,6 +422,8 @@ class _Evaluator(OneDevice):
     def _evaluated(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
             return [self._draw(eqn, ins[0])]
+        if eqn.primitive.name in jax_compat.CONSTRAINTS:
+            return ins  # they name devices that are not the one of a check
         if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
             return self._answer(eqn, ins)
         if self._recording.constants or self._is_inside:

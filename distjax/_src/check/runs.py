@@ -52,7 +52,8 @@ def stand_in_for(topology: Topology, count: int | None) -> Topology:
     if not topology.devices:
         return topology
     count = max(topology.num_replicas, 2) if count is None else count
-    return one_device_topology(topology.devices[0], count, topology.axis_name)
+    device, mesh = topology.devices[0], topology.users_mesh
+    return one_device_topology(device, count, topology.axis_name, mesh)
 
 
 # -- arguments ------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Topology:
       mesh: mesh of shape [R, *model sizes] with axes (axis_name, *model names), all
         axis types Auto; None where all replicas share one device.
       model_axes: (name, size) of the axes inside one replica.
+      stands_for: the mesh of the topology for which this one stands in (see `in_force`).
     """
 
     devices: tuple[jax.Device, ...]
@@ -43,6 +44,12 @@ class Topology:
     axis_name: str
     mesh: Mesh | None
     model_axes: tuple[tuple[str, int], ...] = ()
+    stands_for: Mesh | None = None
+
+    @property
+    def users_mesh(self) -> Mesh | None:
+        """The mesh that the user's code names."""
+        return self.mesh if self.stands_for is None else self.stands_for
 
     @property
     def is_placed(self) -> bool:
@@ -242,7 +249,9 @@ def _mesh_topology(
     return Topology(devices, num_replicas, axis_name, mesh, model_axes)
 
 
-def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
+def one_device_topology(
+    device: jax.Device, num_replicas: int, axis_name: str, stands_for: Mesh | None = None
+) -> Topology:
     """Returns a topology in which R replicas share one device."""
     if not isinstance(device, jax.Device):
         raise ValueError(
@@ -261,12 +270,14 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
         why="a step runs on at least one replica",
         fix="VirtualStrategy(num_replicas=8)",
     )
-    return _one_device_topology(device, num_replicas, axis_name)
+    return _one_device_topology(device, num_replicas, axis_name, stands_for)
 
 
 @functools.cache
-def _one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
-    return Topology((device,), num_replicas, axis_name, None)
+def _one_device_topology(
+    device: jax.Device, num_replicas: int, axis_name: str, stands_for: Mesh | None
+) -> Topology:
+    return Topology((device,), num_replicas, axis_name, None, stands_for=stands_for)
 
 
 @functools.cache

@@ -147,9 +147,10 @@ def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
 
 def _model_axes_in_scope(topology: Topology) -> Any:
     """Returns a context in which sharding constraints may name the model axes."""
-    if topology.mesh is None or not topology.model_axes:
+    mesh = topology.users_mesh
+    if mesh is None or len(mesh.axis_names) == 1:
         return contextlib.nullcontext()
-    return user_mesh.manual_axis(topology.mesh, topology.axis_name)
+    return user_mesh.manual_axis(mesh, topology.axis_name)
 
 
 def _replica_axis_in_scope(topology: Topology) -> Any:

@@ -554,8 +554,7 @@ def _unpicklable(error: Exception) -> str:
 # deleted when the process ends.
 
 _starting = threading.Lock()
-_folder: pathlib.Path | None = None  # of our own cluster
-_knows_settings = False  # whether Ray was imported with the settings of our own cluster
+_folder: pathlib.Path | None = None  # of our own cluster, whose settings Ray was imported with
 _started = False  # whether this process has started the cluster
 
 #: Settings of our own cluster, unless the environment overrides them. Ray's object store costs more
@@ -575,15 +574,13 @@ def connect(address: str | None) -> bool:
       ImportError: Ray is not installed.
       ClusterError: a new one is needed, and the user has imported Ray.
     """
-    global _knows_settings
     with _starting:
         is_new = address is None and "RAY_ADDRESS" not in os.environ
         is_imported = sys.modules.get("ray") is not None
-        settings = _settings() if is_new and (_knows_settings or not is_imported) else {}
+        settings = _settings() if is_new and (_folder or not is_imported) else {}
         with _signals(), _environment(settings):
             if not is_imported:
                 _import_ray()
-                _knows_settings = bool(settings)
             import ray
 
             if ray.is_initialized():

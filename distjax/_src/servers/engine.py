@@ -1,6 +1,6 @@
 """Engines: the contract of what runs closures and holds the servers; threads of this process.
 
-`run_attempt` is what a worker does with a closure, on a thread or in its own process. A `Gate`
+An `Attempt` is what a worker does with a closure, on a thread or in its own process. A `Gate`
 bounds how many pushes of others come between a pull and its push.
 """
 
@@ -246,28 +246,8 @@ Wanted = Mapping[int, Sequence[str]]
 Parcel = tuple[Push, Sequence[jax.Array], int | None]
 
 
-class Attempted(NamedTuple):
-    """What an attempt has computed.
-
-    Attributes:
-      results: the flat results.
-      versions: of each server used: after its last push, or as pulled.
-      tokens: ready when everything has run.
-    """
-
-    results: tuple[jax.Array, ...]
-    versions: Mapping[int, int]
-    tokens: Sequence[jax.Array]
-
-
-def run_attempt(
-    task: Task,
-    servers: Servers,
-    home: Topology,
-    compiled: OnceEach[list[Executable]],
-    admitted: contextlib.AbstractContextManager[None] | None = None,
-) -> Attempted:
-    """Runs one attempt at a closure: pulls one version of each server, runs stages, and pushes.
+class Attempt:
+    """One attempt at a closure: the slots of its plan, and what was sent.
 
     All programs are compiled, also at servers, before anything is pulled.
 
@@ -276,43 +256,66 @@ def run_attempt(
       servers: the servers.
       home: the worker's devices.
       compiled: keeps the programs of the worker's plans.
-      admitted: the context from the pull to the last push: see `Gate`.
-    """
-    plan, slots, tokens = task.plan, dict[int, jax.Array](), list[jax.Array]()
-    wanted: dict[int, list[str]] = {server: [] for server in plan.owners.values()}
-    for _, key in plan.pulls:
-        wanted[plan.owners[key]].append(key)
 
-    def compile_all() -> list[Executable]:
-        made = [Executable(s.program, *shardings_of(s, plan, home)) for s in plan.stages]
-        servers.compile(wanted, [(i, p) for i, s in enumerate(plan.stages) for p in s.pushes])
+    Attributes:
+      versions: of each server used: after its last push, or as pulled.
+      tokens: ready when everything has run.
+    """
+
+    def __init__(
+        self, task: Task, servers: Servers, home: Topology, compiled: OnceEach[list[Executable]]
+    ):
+        self._plan, self._servers, self._home = task.plan, servers, home
+        self._wanted: dict[int, list[str]] = {server: [] for server in task.plan.owners.values()}
+        for _, key in task.plan.pulls:
+            self._wanted[task.plan.owners[key]].append(key)
+        signature = home.devices, raises_for_values()
+        self._executables = compiled.get(task.plan, signature, self._compile)
+        self._slots: dict[int, jax.Array] = {}
+        self._bring(task.plan.arguments, task.arrays)
+        self.versions: dict[int, int] = {}
+        self.tokens: list[jax.Array] = []
+
+    @property
+    def results(self) -> tuple[jax.Array, ...]:
+        """The flat results."""
+        return tuple(self._slots[slot] for slot in self._plan.results)
+
+    def run(self) -> None:
+        """Pulls one version of each server, and runs and pushes stage after stage."""
+        plan, pulled = self._plan, self._servers.pull(self._wanted)
+        for server, (version, values) in pulled.items():
+            self.versions[server] = version
+            self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
+        version_of = lambda server: pulled[server][0] if server in pulled else None
+        for number, stage in enumerate(plan.stages):
+            operands = [self._slots[slot] for slot in stage.operands]
+            results, token = self._executables[number].run(operands)
+            self._slots.update(zip(stage.results, results, strict=True))
+            self.tokens.append(token)
+            if not stage.pushes:
+                continue
+            sent = [
+                (push, [self._slots[slot] for slot in push.operands], version_of(push.server))
+                for push in stage.pushes
+            ]
+            answers = self._servers.push(number, sent)
+            for push, answer in zip(stage.pushes, answers, strict=True):
+                self._bring(push.answers, answer.arrays)
+                self.versions[push.server] = answer.version
+                self.tokens.append(answer.token)
+
+    def _compile(self) -> list[Executable]:
+        plan = self._plan
+        made = [Executable(s.program, *shardings_of(s, plan, self._home)) for s in plan.stages]
+        pushes = [(number, p) for number, stage in enumerate(plan.stages) for p in stage.pushes]
+        self._servers.compile(self._wanted, pushes)
         return made
 
-    def bring(names: Sequence[int], arrays: Sequence[Argument]) -> None:
-        for slot, array in zip(names, arrays, strict=True):
-            slots[slot] = place(array, sharding_of(slot, plan, home))
-
-    executables = compiled.get(plan, (home.devices, raises_for_values()), compile_all)
-    bring(plan.arguments, task.arrays)
-    with admitted or contextlib.nullcontext():
-        pulled = servers.pull(wanted)
-        versions = {server: version for server, (version, _) in pulled.items()}
-        for server, (_, values) in pulled.items():
-            bring([slot for slot, key in plan.pulls if plan.owners[key] == server], values)
-        for number, stage in enumerate(plan.stages):
-            results, token = executables[number].run([slots[slot] for slot in stage.operands])
-            slots.update(zip(stage.results, results, strict=True))
-            tokens.append(token)
-            sent = [
-                (p, [slots[slot] for slot in p.operands], pulled.get(p.server, (None,))[0])
-                for p in stage.pushes
-            ]
-            answers = servers.push(number, sent) if sent else ()
-            for push, answer in zip(stage.pushes, answers, strict=True):
-                bring(push.answers, answer.arrays)
-                versions[push.server] = answer.version
-                tokens.append(answer.token)
-    return Attempted(tuple(slots[slot] for slot in plan.results), versions, tokens)
+    def _bring(self, slots: Sequence[int], arrays: Sequence[Argument]) -> None:
+        """Fills slots with arrays from elsewhere."""
+        for slot, array in zip(slots, arrays, strict=True):
+            self._slots[slot] = place(array, sharding_of(slot, self._plan, self._home))
 
 
 # -- workers that are threads -------------------------------------------------
@@ -372,10 +375,11 @@ class ThreadEngine(Engine):
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
         near = _NearServers(self._servers, home, task, ask, waits=len(self._seen) > 1)
-        admitted = self._gate.admitted(task.closure, count_writes(task.plan))
-        done = run_attempt(task, near, home, self._compiled, admitted)
-        versions = (done.versions.get(s.number, s.version) for s in self._servers)
-        return Ran(done.results, tuple(versions), tuple(done.tokens))
+        attempt = Attempt(task, near, home, self._compiled)
+        with self._gate.admitted(task.closure, count_writes(task.plan)):
+            attempt.run()
+        versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
+        return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
 
     def end_worker(self, worker: int) -> None:
         self._seen.discard(worker)

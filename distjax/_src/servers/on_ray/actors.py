@@ -24,7 +24,7 @@ from distjax._src import jax_compat
 from distjax._src.context.thread_settings import ProgramModes
 from distjax._src.placement.topology import abstract_topology, mesh_topology, one_device_topology
 from distjax._src.placement.transfer import transfer_each
-from distjax._src.servers.engine import Parcel, Task, Wanted, run_attempt
+from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax._src.servers.per_worker import Elements
 from distjax._src.servers.plan import (
     Executable,
@@ -133,8 +133,9 @@ class WorkerActor:
             arrays = from_wire(sent, self._device)
             task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
             servers = _RemoteServers(self._servers, order, self._device, self._ready)
-            done = run_attempt(task, servers, self._home, self._compiled)
-            return Done(to_wire(done.results), done.versions)
+            attempt = Attempt(task, servers, self._home, self._compiled)
+            attempt.run()
+            return Done(to_wire(attempt.results), attempt.versions)
 
 
 def _on_host(leaf: PyTree) -> Any:

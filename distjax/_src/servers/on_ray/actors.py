@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -82,6 +82,8 @@ class WorkerActor:
         self._plans: dict[int, StepPlan] = {}
         self._datasets: dict[int, Elements] = {}
         self.set_servers(())
+        #: By closure, from `begin` to the last `push`.
+        self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
         self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
@@ -126,7 +128,14 @@ class WorkerActor:
     # -- closures -------------------------------------------------------------
 
     def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Done:
-        """Runs an attempt; `elements` has the arrays of those that the order names."""
+        """Runs a whole attempt; `elements` has the arrays of those that the order names."""
+        done = self.begin(order, *elements)
+        while done is None:
+            done = self.push(order)
+        return done
+
+    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Done | None:
+        """Pulls, and computes what comes before the first pushes."""
         own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
         sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
         with order.modes():
@@ -134,7 +143,16 @@ class WorkerActor:
             task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
             servers = _RemoteServers(self._servers, order, self._device, self._ready)
             attempt = Attempt(task, servers, self._home, self._compiled)
-            attempt.run()
+        self._attempts[order.closure] = attempt, attempt.run()
+        return self.push(order)
+
+    def push(self, order: Order) -> Done | None:
+        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
+        attempt, stages = self._attempts.pop(order.closure)  # an error leaves nothing
+        with order.modes():
+            if next(stages, None) is not None:
+                self._attempts[order.closure] = attempt, stages
+                return None
             return Done(to_wire(attempt.results), attempt.versions)
 
 

@@ -185,7 +185,7 @@ for name, run in runs.items():
 # ## A bound
 #
 # `max_staleness=1` lets one update of others come in between, never more, whoever is slow. It is
-# exact: no one begins who might make another too late. `max_staleness=0` runs one closure
+# exact: a push waits if another one would be too late otherwise. `max_staleness=0` is one closure
 # after the other, whatever the number of workers. The bound costs time: workers wait for each
 # other.
 

@@ -201,7 +201,7 @@ def test_what_is_whole_says_why():
     assert [(w.name, w.why) for w in mirrored.not_split] == [
         ("w", "mirrored keeps a copy on each replica")
     ]
-    assert zero3.not_split == ()  # though 8 divides neither 130 nor 131
+    assert zero3.not_split == []  # though 8 divides neither 130 nor 131
 
     def module(strategy):
         with strategy.scope():

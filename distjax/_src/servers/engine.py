@@ -1,6 +1,6 @@
 """Engines: the contract of what runs closures and holds the servers; threads of this process.
 
-`run_attempt` is what a worker does with a closure, on a thread or in its own process. A `Gate`
+An `Attempt` is what a worker does with a closure, on a thread or in its own process. A `Gate`
 bounds how many pushes of others come between a pull and its push.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -22,12 +23,14 @@ from distjax._src.servers.plan import (
     Executable,
     OnceEach,
     Push,
+    Stage,
     StepPlan,
     count_writes,
     place,
     raises_for_values,
     sharding_of,
     shardings_of,
+    writes,
 )
 from distjax._src.servers.server import Answer, ParameterServer, Server
 
@@ -158,59 +161,109 @@ class Engine(Protocol):
 
 # -- bounded staleness --------------------------------------------------------
 
-# Only pulls wait. A closure may pull if nobody gets too stale by it, in whatever order those that
-# have pulled push: each of them, and it too, is stale by the pushes that have come since its pull
-# and by those that all others have yet to make. One that is alone may always pull, so there is no
-# deadlock; its own pushes do not make it stale.
+# Staleness is a deadline. With a bound of s, a closure that pulled at time p must push by
+# time p + s, and each push by anyone advances time by one. If the due pushes are sorted by
+# deadline, d[0] <= d[1] <= ..., and d[i] >= now + i for all i, all can be in time: earliest
+# first. A pull or a push that would break that waits. The closure with the earliest deadline
+# never has to, so some closure can always proceed; and a closure whose worker is lost is
+# removed. A closure of several stages has a deadline for each, one later than the previous:
+# its own pushes do not make it stale.
 
 
-class Gate:
-    """Makes closures wait before they pull, so that no push exceeds the staleness bound.
+class Deadlines:
+    """The deadlines of closures that have pulled: the rule, without any waiting.
 
     Args:
-      max_staleness: how many pushes of others may come between a pull and its push; None: nobody
-        waits.
+      max_staleness: s, the number of pushes by others that may come between.
     """
 
-    def __init__(self, max_staleness: int | None):
-        self._bound = max_staleness
-        #: By closure that has pulled: how many pushes of others came since, and how many it makes.
-        self._pulled: dict[int, tuple[int, int]] = {}
-        self._changed = threading.Condition()
-
-    def has_to_admit(self, num_pushes: int) -> bool:
-        """Returns whether a closure of `num_pushes` may have to wait."""
-        return self._bound is not None and num_pushes > 0
+    def __init__(self, max_staleness: int):
+        self.max_staleness = max_staleness
+        self.now = 0  # the number of pushes so far
+        self._due: dict[int, list[int]] = {}  # by closure: the deadlines of its remaining pushes
 
     def may_pull(self, num_pushes: int) -> bool:
         """Returns whether a closure of `num_pushes` may pull now."""
-        pulled = [*self._pulled.values(), (0, num_pushes)]
-        all_pushes = sum(own for _, own in pulled)
-        return all(seen + all_pushes - own <= (self._bound or 0) for seen, own in pulled)
+        due = itertools.chain(*self._due.values(), self._deadlines_of(num_pushes))
+        return self._can_keep(due, self.now)
 
     def pull(self, closure: int, num_pushes: int) -> None:
-        """Records that a closure pulls."""
-        self._pulled[closure] = 0, num_pushes
+        """Records that a closure has pulled."""
+        self._due[closure] = self._deadlines_of(num_pushes)
 
-    def leave(self, closure: int) -> None:
-        """Records that a closure has pushed, or is lost; its last pushes may have come then."""
-        _, pushes = self._pulled.pop(closure)
-        self._pulled = {c: (seen + pushes, own) for c, (seen, own) in self._pulled.items()}
+    def may_push(self, closure: int) -> bool:
+        """Returns whether all others can still be in time if a closure pushes now."""
+        left = {**self._due, closure: self._due[closure][1:]}
+        return self._can_keep(itertools.chain(*left.values()), self.now + 1)
+
+    def push(self, closure: int) -> None:
+        """Records that a closure has pushed."""
+        self.now += 1
+        del self._due[closure][0]
+        if not self._due[closure]:
+            del self._due[closure]
+
+    def forget(self, closure: int) -> None:
+        """Drops the deadlines of a closure that will not push any more."""
+        self._due.pop(closure, None)
+
+    def _deadlines_of(self, num_pushes: int) -> list[int]:
+        return [self.now + self.max_staleness + i for i in range(num_pushes)]
+
+    @staticmethod
+    def _can_keep(deadlines: Iterable[int], now: int) -> bool:
+        return all(due >= now + i for i, due in enumerate(sorted(deadlines)))
+
+
+class Gate:
+    """Makes closures wait, so that no push exceeds the staleness bound.
+
+    Pushes pass it one after the other across all servers: the order of the gate is the order
+    of every server's versions. So the bound holds at each server, whatever their number.
+
+    Args:
+      max_staleness: the bound; None: nobody waits.
+    """
+
+    def __init__(self, max_staleness: int | None):
+        self.is_open = max_staleness is None
+        self._deadlines = Deadlines(max_staleness or 0)
+        self._is_in_turn = False
+        self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def admitted(self, closure: int, num_pushes: int) -> Generator[None]:
         """Waits until a closure may pull; after the block, no closure waits for it."""
-        if not self.has_to_admit(num_pushes):
+        if self.is_open or not num_pushes:
             yield
             return
         with self._changed:
-            self._changed.wait_for(lambda: self.may_pull(num_pushes))
-            self.pull(closure, num_pushes)
+            self._changed.wait_for(lambda: self._deadlines.may_pull(num_pushes))
+            self._deadlines.pull(closure, num_pushes)
         try:
             yield
         finally:
             with self._changed:
-                self.leave(closure)
+                self._deadlines.forget(closure)
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def turn(self, closure: int, stage: Stage) -> Generator[None]:
+        """Waits until a closure may push a stage; inside, no other closure does."""
+        if self.is_open or not writes(stage):
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._is_in_turn and self._deadlines.may_push(closure)
+            )
+            self._is_in_turn = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._deadlines.push(closure)
+                self._is_in_turn = False
                 self._changed.notify_all()
 
 
@@ -246,28 +299,8 @@ Wanted = Mapping[int, Sequence[str]]
 Parcel = tuple[Push, Sequence[jax.Array], int | None]
 
 
-class Attempted(NamedTuple):
-    """What an attempt has computed.
-
-    Attributes:
-      results: the flat results.
-      versions: of each server used: after its last push, or as pulled.
-      tokens: ready when everything has run.
-    """
-
-    results: tuple[jax.Array, ...]
-    versions: Mapping[int, int]
-    tokens: Sequence[jax.Array]
-
-
-def run_attempt(
-    task: Task,
-    servers: Servers,
-    home: Topology,
-    compiled: OnceEach[list[Executable]],
-    admitted: contextlib.AbstractContextManager[None] | None = None,
-) -> Attempted:
-    """Runs one attempt at a closure: pulls one version of each server, runs stages, and pushes.
+class Attempt:
+    """One attempt at a closure: the slots of its plan, and what was sent.
 
     All programs are compiled, also at servers, before anything is pulled.
 
@@ -276,43 +309,70 @@ def run_attempt(
       servers: the servers.
       home: the worker's devices.
       compiled: keeps the programs of the worker's plans.
-      admitted: the context from the pull to the last push: see `Gate`.
-    """
-    plan, slots, tokens = task.plan, dict[int, jax.Array](), list[jax.Array]()
-    wanted: dict[int, list[str]] = {server: [] for server in plan.owners.values()}
-    for _, key in plan.pulls:
-        wanted[plan.owners[key]].append(key)
 
-    def compile_all() -> list[Executable]:
-        made = [Executable(s.program, *shardings_of(s, plan, home)) for s in plan.stages]
-        servers.compile(wanted, [(i, p) for i, s in enumerate(plan.stages) for p in s.pushes])
+    Attributes:
+      versions: of each server used: after its last push, or as pulled.
+      tokens: ready when everything has run.
+    """
+
+    def __init__(
+        self, task: Task, servers: Servers, home: Topology, compiled: OnceEach[list[Executable]]
+    ):
+        self._plan, self._servers, self._home = task.plan, servers, home
+        self._wanted: dict[int, list[str]] = {server: [] for server in task.plan.owners.values()}
+        for _, key in task.plan.pulls:
+            self._wanted[task.plan.owners[key]].append(key)
+        signature = home.devices, raises_for_values()
+        self._executables = compiled.get(task.plan, signature, self._compile)
+        self._slots: dict[int, jax.Array] = {}
+        self._bring(task.plan.arguments, task.arrays)
+        self.versions: dict[int, int] = {}
+        self.tokens: list[jax.Array] = []
+
+    @property
+    def results(self) -> tuple[jax.Array, ...]:
+        """The flat results."""
+        return tuple(self._slots[slot] for slot in self._plan.results)
+
+    def run(self) -> Generator[Stage]:
+        """Pulls one version of each server, and runs stage after stage.
+
+        Yields each stage that pushes, when it has been computed; pushes it when asked for the next.
+        """
+        plan, pulled = self._plan, self._servers.pull(self._wanted)
+        for server, (version, values) in pulled.items():
+            self.versions[server] = version
+            self._bring([s for s, key in plan.pulls if plan.owners[key] == server], values)
+        for number, stage in enumerate(plan.stages):
+            operands = [self._slots[slot] for slot in stage.operands]
+            results, token = self._executables[number].run(operands)
+            self._slots.update(zip(stage.results, results, strict=True))
+            self.tokens.append(token)
+            if not stage.pushes:
+                continue
+            yield stage
+            version_of = lambda server: pulled[server][0] if server in pulled else None
+            sent = [
+                (push, [self._slots[slot] for slot in push.operands], version_of(push.server))
+                for push in stage.pushes
+            ]
+            answers = self._servers.push(number, sent)
+            for push, answer in zip(stage.pushes, answers, strict=True):
+                self._bring(push.answers, answer.arrays)
+                self.versions[push.server] = answer.version
+                self.tokens.append(answer.token)
+
+    def _compile(self) -> list[Executable]:
+        plan = self._plan
+        made = [Executable(s.program, *shardings_of(s, plan, self._home)) for s in plan.stages]
+        pushes = [(number, p) for number, stage in enumerate(plan.stages) for p in stage.pushes]
+        self._servers.compile(self._wanted, pushes)
         return made
 
-    def bring(names: Sequence[int], arrays: Sequence[Argument]) -> None:
-        for slot, array in zip(names, arrays, strict=True):
-            slots[slot] = place(array, sharding_of(slot, plan, home))
-
-    executables = compiled.get(plan, (home.devices, raises_for_values()), compile_all)
-    bring(plan.arguments, task.arrays)
-    with admitted or contextlib.nullcontext():
-        pulled = servers.pull(wanted)
-        versions = {server: version for server, (version, _) in pulled.items()}
-        for server, (_, values) in pulled.items():
-            bring([slot for slot, key in plan.pulls if plan.owners[key] == server], values)
-        for number, stage in enumerate(plan.stages):
-            results, token = executables[number].run([slots[slot] for slot in stage.operands])
-            slots.update(zip(stage.results, results, strict=True))
-            tokens.append(token)
-            sent = [
-                (p, [slots[slot] for slot in p.operands], pulled.get(p.server, (None,))[0])
-                for p in stage.pushes
-            ]
-            answers = servers.push(number, sent) if sent else ()
-            for push, answer in zip(stage.pushes, answers, strict=True):
-                bring(push.answers, answer.arrays)
-                versions[push.server] = answer.version
-                tokens.append(answer.token)
-    return Attempted(tuple(slots[slot] for slot in plan.results), versions, tokens)
+    def _bring(self, slots: Sequence[int], arrays: Sequence[Argument]) -> None:
+        """Fills slots with arrays from elsewhere."""
+        for slot, array in zip(slots, arrays, strict=True):
+            self._slots[slot] = place(array, sharding_of(slot, self._plan, self._home))
 
 
 # -- workers that are threads -------------------------------------------------
@@ -371,11 +431,21 @@ class ThreadEngine(Engine):
         home = self._homes[worker % len(self._homes)]
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
-        near = _NearServers(self._servers, home, task, ask, waits=len(self._seen) > 1)
-        admitted = self._gate.admitted(task.closure, count_writes(task.plan))
-        done = run_attempt(task, near, home, self._compiled, admitted)
-        versions = (done.versions.get(s.number, s.version) for s in self._servers)
-        return Ran(done.results, tuple(versions), tuple(done.tokens))
+        near = _NearServers(self._servers, home, task, ask)
+        attempt = Attempt(task, near, home, self._compiled)
+        with self._gate.admitted(task.closure, count_writes(task.plan)):
+            ask("pull")
+            stages = attempt.run()
+            stage = next(stages, None)
+            while stage is not None:
+                if len(self._seen) > 1:
+                    jax.block_until_ready(attempt.tokens)
+                ask("before_push")
+                with self._gate.turn(task.closure, stage):
+                    stage = next(stages, None)
+                ask("after_push")
+        versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
+        return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
 
     def end_worker(self, worker: int) -> None:
         self._seen.discard(worker)
@@ -387,27 +457,12 @@ class ThreadEngine(Engine):
 
 
 class _NearServers:
-    """The servers, as a worker in the same process sees them.
-
-    Args:
-      servers: all of them.
-      home: the worker's devices.
-      task: what it runs.
-      ask: called with each point of a possible failure.
-      waits: whether a push waits until what it sends is computed.
-    """
+    """The servers, as a worker in the same process sees them."""
 
     def __init__(
-        self,
-        servers: Sequence[Server],
-        home: Topology,
-        task: Task,
-        ask: Callable[[str], None],
-        *,
-        waits: bool,
+        self, servers: Sequence[Server], home: Topology, task: Task, ask: Callable[[str], None]
     ):
-        self._servers, self._home, self._task = servers, home, task
-        self._ask, self._waits = ask, waits
+        self._servers, self._home, self._task, self._ask = servers, home, task, ask
 
     def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
         for number, keys in wanted.items():
@@ -416,18 +471,12 @@ class _NearServers:
             self._servers[push.server].compile(push)
 
     def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
-        self._ask("pull")
         return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}
 
     def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
-        if self._waits:
-            jax.block_until_ready([arrays for _, arrays, _ in sent])
-        self._ask("before_push")
         key = self._task.closure, stage, self._task.attempt
         before = lambda: self._ask("server")
-        answers = [
+        return [
             self._servers[push.server].push(key, push, arrays, pulled=pulled, before=before)
             for push, arrays, pulled in sent
         ]
-        self._ask("after_push")
-        return answers

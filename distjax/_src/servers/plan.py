@@ -110,9 +110,14 @@ class StepPlan:
     varying: frozenset[int] = frozenset()
 
 
+def writes(stage: Stage) -> bool:
+    """Returns whether any push of a stage writes."""
+    return any(push.writes for push in stage.pushes)
+
+
 def count_writes(plan: StepPlan) -> int:
     """Returns the number of stages that write."""
-    return sum(any(push.writes for push in stage.pushes) for stage in plan.stages)
+    return sum(map(writes, plan.stages))
 
 
 # -- running programs ---------------------------------------------------------

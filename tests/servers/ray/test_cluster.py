@@ -13,9 +13,10 @@ import pytest
 from jax import export
 
 import distjax as dj
+from distjax._src.context import ProgramModes
 from distjax._src.servers.on_ray import actors
 from distjax._src.servers.on_ray import engine as processes
-from distjax._src.servers.on_ray.actors import StableFunction
+from distjax._src.servers.on_ray.actors import Order, StableFunction, WorkerActor
 from distjax.errors import ClusterError, ServerLostError, UnsupportedError
 from tests.faults.four_parts import is_explained
 from tests.processes.jobs import run_job
@@ -136,9 +137,16 @@ def test_a_lost_server_ends_the_attempt(monkeypatch):
     def get(call):
         raise ray.exceptions.RayActorError
 
+    def stages():
+        yield actors._get_all({2: "a call"})
+
+    actor = WorkerActor(1, "replica")
     monkeypatch.setattr(ray, "get", get)
+    order = Order(3, 7, 1, [], ProgramModes.of_this_thread())
+    actor._attempts[7] = None, stages()
     with pytest.raises(ServerLostError, match="server 2"):
-        actors._get_all({2: "a call"})
+        actor.push(order)
+    assert not actor._attempts
 
 
 def test_ray_is_an_extra(monkeypatch):

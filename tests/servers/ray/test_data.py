@@ -240,5 +240,5 @@ def test_elements_of_a_machine_that_is_lost_are_made_again(monkeypatch):
         introduce=lambda plan, process: 0, servers=[], find=lambda worker: process
     )
     task = types.SimpleNamespace(closure=0, attempt=1, plan=None, arrays=[array])
-    Sent(engine, 0, task).wait()
+    Sent(engine, 0, task).ask("run")
     assert [len(elements[0][0]) for _, *elements in calls] == [2, 3]

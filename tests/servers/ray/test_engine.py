@@ -126,6 +126,7 @@ def test_a_bound_holds_with_killed_workers(bounded):
 
 
 def test_threads_that_run_steps_without_a_coordinator_share_a_process(bounded):
+    """Each pulls in one call and pushes in another: those of others may come in between."""
     counters = Counters(bounded)
 
     def run():
@@ -147,7 +148,7 @@ def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinato
     task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
     task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
     with pytest.raises(RefusedPush):
-        Sent(served.engine, 0, task).wait()
+        Sent(served.engine, 0, task).ask("run")
     assert counters.values() == [5, 10, 0]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from distjax._src import jax_compat
 from distjax._src.context import ProgramModes
 from distjax._src.placement.topology import abstract_topology, mesh_topology, one_device_topology
 from distjax._src.placement.transfer import transfer_each
-from distjax._src.servers.engine import Parcel, Task, Wanted, run_attempt
+from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax._src.servers.per_worker import Elements
 from distjax._src.servers.plan import (
     Executable,
@@ -82,6 +82,8 @@ class WorkerActor:
         self._plans: dict[int, StepPlan] = {}
         self._datasets: dict[int, Elements] = {}
         self.set_servers(())
+        #: By closure, from `begin` to the last `push`.
+        self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
         self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
@@ -126,15 +128,32 @@ class WorkerActor:
     # -- closures -------------------------------------------------------------
 
     def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Done:
-        """Runs an attempt; `elements` has the arrays of those that the order names."""
+        """Runs a whole attempt; `elements` has the arrays of those that the order names."""
+        done = self.begin(order, *elements)
+        while done is None:
+            done = self.push(order)
+        return done
+
+    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Done | None:
+        """Pulls, and computes what comes before the first pushes."""
         own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
         sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
         with order.modes():
             arrays = from_wire(sent, self._device)
             task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
             servers = _RemoteServers(self._servers, order, self._device, self._ready)
-            done = run_attempt(task, servers, self._home, self._compiled)
-            return Done(to_wire(done.results), done.versions)
+            attempt = Attempt(task, servers, self._home, self._compiled)
+        self._attempts[order.closure] = attempt, attempt.run()
+        return self.push(order)
+
+    def push(self, order: Order) -> Done | None:
+        """Pushes what the begun attempt has computed, and computes on until the next pushes."""
+        attempt, stages = self._attempts.pop(order.closure)  # an error leaves nothing
+        with order.modes():
+            if next(stages, None) is not None:
+                self._attempts[order.closure] = attempt, stages
+                return None
+            return Done(to_wire(attempt.results), attempt.versions)
 
 
 def _on_host(leaf: PyTree) -> Any:

@@ -50,8 +50,8 @@ from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot,
 from distjax._src.typing import ArrayLike, PyTree
 from distjax.errors import ClusterError, message, require, require_int
 
-# The coordinator's process traces, cuts and exports steps, and has closures wait if staleness is
-# bounded. Values go directly between workers and servers.
+# The coordinator's process traces, cuts and exports steps, and orders the pushes if their
+# staleness is bounded. Values go directly between workers and servers.
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -170,10 +170,16 @@ class RayEngine(Engine):
 
     def run(self, worker: int, task: Task) -> Sent | Ran:
         num_writes = count_writes(task.plan)
-        if not self._gate.has_to_admit(num_writes):
-            return Sent(self, worker, task)
+        sent = Sent(self, worker, task)
+        if self._gate.is_open or not num_writes:
+            sent.send("run")
+            return sent
         with self._gate.admitted(task.closure, num_writes):
-            return Sent(self, worker, task).wait()
+            done = sent.ask("begin")
+            for stage in (s for s in task.plan.stages if s.pushes):
+                with self._gate.turn(task.closure, stage):
+                    done = sent.ask("push")
+            return sent.conclude(done)
 
     def name_devices(self, home: Topology) -> tuple[str, ...]:
         return tuple(f"device {i} of its process" for i in range(home.num_replicas))
@@ -378,7 +384,7 @@ class RayServer(ParameterServer):
 
 
 class Sent:
-    """An attempt that was sent to a worker."""
+    """An attempt that was sent to a worker, in one call or in several."""
 
     def __init__(self, engine: RayEngine, worker: int, task: Task):
         process = engine.find(worker)
@@ -393,7 +399,8 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._answer = self._send()
+        self._method = "run"
+        self._answer: Any = None
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
@@ -401,21 +408,37 @@ class Sent:
         assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
-    def _send(self) -> Any:
+    def send(self, method: str) -> None:
+        """Calls a method of the worker with the order."""
+        self._method = method
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [element.arrays for element in self._elements]
-        return self._process.actor.run.remote(self._order, *arrays)
+        arrays = [] if method == "push" else [element.arrays for element in self._elements]
+        self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
+
+    def ask(self, method: str) -> Done | None:
+        """Calls a method of the worker, and returns its answer; None: it has more to push.
+
+        Raises:
+          WorkerDied: the worker died.
+          Exception: what it raised.
+        """
+        self.send(method)
+        return self._answered()
 
     def wait(self) -> Ran:
         """Waits for the attempt's end; raises as `Engine.run` does."""
-        done = self._answered()
+        return self.conclude(self._answered())
+
+    def conclude(self, done: Done | None) -> Ran:
+        """Returns the outcome of an attempt."""
+        assert done is not None, "all stages have been asked for"
         versions, servers = done.versions, self._engine.servers
         return Ran(
             tuple(from_wire(done.results)),
             tuple(versions[s.number] if s.number in versions else s.version for s in servers),
         )
 
-    def _answered(self) -> Done:
+    def _answered(self) -> Done | None:
         import ray
         from ray.exceptions import ObjectLostError, RayError, RayTaskError, UnserializableException
 
@@ -427,7 +450,7 @@ class Sent:
                     raise error.cause from error
                 for element in self._elements:  # with the machine that had it
                     element.draw()
-                self._answer = self._send()
+                self.send(self._method)
             except UnserializableException:
                 raise
             except RayError as error:
@@ -553,8 +576,7 @@ def _unpicklable(error: Exception) -> str:
 # deleted when the process ends.
 
 _starting = threading.Lock()
-_folder: pathlib.Path | None = None  # of our own cluster
-_knows_settings = False  # whether Ray was imported with the settings of our own cluster
+_folder: pathlib.Path | None = None  # of our own cluster, whose settings Ray was imported with
 _started = False  # whether this process has started the cluster
 
 #: Settings of our own cluster, unless the environment overrides them. Ray's object store costs more
@@ -574,15 +596,13 @@ def connect(address: str | None) -> bool:
       ImportError: Ray is not installed.
       ClusterError: a new one is needed, and the user has imported Ray.
     """
-    global _knows_settings
     with _starting:
         is_new = address is None and "RAY_ADDRESS" not in os.environ
         is_imported = sys.modules.get("ray") is not None
-        settings = _settings() if is_new and (_knows_settings or not is_imported) else {}
+        settings = _settings() if is_new and (_folder or not is_imported) else {}
         with _signals(), _environment(settings):
             if not is_imported:
                 _import_ray()
-                _knows_settings = bool(settings)
             import ray
 
             if ray.is_initialized():

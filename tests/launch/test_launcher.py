@@ -498,8 +498,8 @@ def test_who_is_lost_on_another_machine_is_named():
 def test_a_signal_ends_a_wait():
     events = queue.SimpleQueue()
     with signals_to(events):
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert events.get(timeout=5) == signal.SIGHUP
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert events.get(timeout=5) == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_so():

@@ -49,7 +49,7 @@ class FunctionCache:
         self._entries: dict[Hashable, tuple[Callable[[], Any], Any, CodeType | None]] = {}
         self._lock = threading.RLock()
 
-    def get(self, fn: PyTree) -> Any:
+    def get(self, fn: object) -> Any:
         """Returns the value of ``fn``."""
         if type(fn) is FunctionType:
             key, code = ref(fn), fn.__code__
@@ -67,7 +67,7 @@ class FunctionCache:
                     entry = self._entries[key] = resolve, self._make(resolve), code
         return entry[1]
 
-    def _weakly(self, fn: PyTree, key: Hashable) -> tuple[Hashable, Callable[[], Any]]:
+    def _weakly(self, fn: object, key: Hashable) -> tuple[Hashable, Callable[[], Any]]:
         """Returns the key to keep, and what returns ``fn`` as long as anyone else has it."""
         if type(fn) is FunctionType:
             own = ref(fn, lambda own: self._entries.pop(own, None))

@@ -29,6 +29,7 @@ from jax.sharding import (
 )
 
 from distjax._src import jax_compat, user_mesh
+from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
 from distjax._src.modes import ReduceOp
@@ -637,19 +638,20 @@ class PartitionedLayout(_AsItIs):
             widths = [(0, 0)] * value.ndim
             widths[self.axis] = (0, self._padded_size - value.shape[self.axis])
             return np.pad(value, widths)
-        if not isinstance(value, jax_compat.Tracer):
-            return _padded(self.local_form, value)
         form = self.local_form
+        if not isinstance(value, jax_compat.Tracer):
+            if value.is_fully_addressable:
+                return _padded_here(value, form)
+            return call_compiled(_padded, value, form, name="a write of a padded variable")
         return form.spread(form.padded(form.spread(value)))
 
-    @user_mesh.ignores_user_mesh
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value: in a program split as it is stored, outside as a whole copy."""
         form = self.local_form
         if not self.hands_out_copies:
             return stored
         if not isinstance(stored, jax_compat.Tracer):
-            return _unpadded(form, stored)
+            return call_compiled(_unpadded, stored, form, name="the read of a padded variable")
         return form.spread(form.unpadded(stored))
 
     def constrain(self, stored: jax.Array) -> Any:
@@ -669,15 +671,16 @@ class PartitionedLayout(_AsItIs):
         return PartitionedLayout(self.topology, axis, self.spec, shape[axis], blocks)
 
 
-# Compiled, since the zeros would trip transfer guards.
-@functools.partial(jax.jit, static_argnums=0)
-def _padded(form: AxisShards, value: jax.Array) -> jax.Array:
+def _padded(value: jax.Array, form: AxisShards) -> jax.Array:
     return form.padded(value)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _unpadded(form: AxisShards, stored: jax.Array) -> jax.Array:
+def _unpadded(stored: jax.Array, form: AxisShards) -> jax.Array:
     return form.unpadded(stored)
+
+
+# Compiled, since the zeros would trip transfer guards.
+_padded_here = jax.jit(_padded, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)

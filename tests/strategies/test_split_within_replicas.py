@@ -128,6 +128,22 @@ def test_reductions_that_cut_and_join_leave_the_model_axis_alone(name):
     }
 
 
+def test_central_storage_splits_on_the_devices():
+    """One copy in host memory; in a step each device of a replica has its part."""
+    central = dj.CentralStorageStrategy(model_axes=AXES)
+    training = model_axes.variables(central)
+    batch = model_axes.batch(4)
+    losses = [float(training.step(*batch)) for _ in range(4)]
+    np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
+    found = {v.name: v.host_bytes for v in central.describe().variables}
+    assert found["up"] == found["up/mu"] == 4 * 16 * 64
+    collectives = training.cost().collectives
+    assert collectives["all-reduce", "model"] == (2, 4 * (8 * 16 + 3)), "as by hand"
+    model = model_axes.modules(dj.CentralStorageStrategy(model_axes=AXES))
+    losses = [float(model.step(*batch)) for _ in range(4)]
+    np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
+
+
 def test_bfloat16(each):
     """XLA on CPU aborts where it reduces bfloat16 over some axes only."""
     variable = made(each, jnp.ones((8, 8), jnp.bfloat16), sharding=P(None, "model"))

@@ -62,7 +62,7 @@ def test_zero_3_on_a_pod(name, count):
     dj.flax.place(model)
     for v in strategy.describe().variables:
         whole = 4 * math.prod(v.shape)
-        assert v.bytes_per_device < whole / 200 or whole <= 64 << 10, v
+        assert v.bytes_per_device < whole / 150 or whole <= 64 << 10, v
     step = dj.jit(lambda: strategy.run(lambda: params["out"].value.sum()))
     compiled = step.lower().compile()
     assert "all-gather" in compiled.as_text() or "all-reduce" in compiled.as_text()

@@ -83,6 +83,8 @@ def _table():
     for part in ("optimizer", "gradients", "parameters"):
         make = functools.partial(_zero, partition=part, model_axes={"model": 2})
         yield f"{part}_two_each2", make, 4
+    make = functools.partial(dj.CentralStorageStrategy, model_axes={"model": 2})
+    yield "central_two_each2", make, 4
 
 
 def _devices(n):

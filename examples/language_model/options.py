@@ -28,7 +28,7 @@ OF_A_JOB = {
     "multi_worker_sharded": _sharded("parameters"),
     "multi_worker_central": dj.CentralStorageStrategy,
 }
-WITH_MODEL_AXES = [name for name in (*OF_DEVICES, *OF_A_JOB) if "central" not in name]
+WITH_MODEL_AXES = (*OF_DEVICES, *OF_A_JOB)
 STRATEGIES = (*OF_DEVICES, *OF_A_JOB, "virtual", "one_device")
 OUT = Path(__file__).parent / "out"
 

@@ -1,10 +1,13 @@
 """Plans for TPU slices, with libtpu: `make plan-test`. One process at a time may load it."""
 
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax._src.plan import topologies
@@ -69,3 +72,23 @@ def test_options_of_the_compiler_and_the_largest_batch():
         # Of 15.75 GiB a weight takes 0.25, and a row 32 KiB, two or three times.
         rows = plan.memory.limit_bytes / 2**15
         assert plan.fits and rows / 4 < plan.largest_batch_per_replica < rows / 2
+
+
+@pytest.mark.parametrize(("name", "count"), [("v5e:16x16", 256), ("v4:8x8x8", 1024)])
+def test_zero_3_on_a_pod(name, count):
+    """Every array over the threshold is split, with Adam's moments, though 770 = 2 * 5 * 7 * 11."""
+    strategy = dj.ShardedStrategy(topologies.describe(name).devices, partition="parameters")
+    assert strategy.num_replicas_in_sync == count
+    shapes = {"embedding": (50257, 770), "up": (770, 3074), "down": (3074, 770), "out": (770, 770)}
+    with strategy.scope():
+        params = {k: dj.Variable(lambda s=s: jnp.zeros(s), name=k) for k, s in shapes.items()}
+        model = dj.flax.create(lambda: nnx.Linear(768, 3072, rngs=nnx.Rngs(0)))
+    optimizer = dj.optim.Optimizer(optax.adam(0.1), "mean")
+    optimizer.init(params)
+    dj.flax.place(model)
+    for v in strategy.describe().variables:
+        whole = 4 * math.prod(v.shape)
+        assert v.bytes_per_device < whole / 150 or whole <= 64 << 10, v
+    step = dj.jit(lambda: strategy.run(lambda: params["out"].value.sum()))
+    compiled = step.lower().compile()
+    assert "all-gather" in compiled.as_text() or "all-reduce" in compiled.as_text()

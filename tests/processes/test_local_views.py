@@ -7,7 +7,9 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 from distjax._src.cluster import joining
@@ -345,3 +347,61 @@ def test_values_of_the_host_go_to_devices_by_one_door():
             if isinstance(node, ast.Attribute) and node.attr == "device_put":
                 found.add(path.relative_to(ROOT).as_posix())
     assert found == DOORS
+
+
+# -- what is split within a replica, or padded -------------------------------------------------
+
+SPLIT = {
+    "replicas in a process": lambda: dj.MultiWorkerMirroredStrategy(model_axes={"model": 2}),
+    "a replica over both": lambda: dj.TPUStrategy(model_axes={"model": 4}),
+    "zero3, 2 x 2": lambda: dj.ShardedStrategy(
+        partition="parameters", min_split_bytes=0, model_axes={"model": 2}
+    ),
+    "zero3, padded": lambda: dj.ShardedStrategy(partition="parameters", min_split_bytes=0),
+}
+
+
+def train_split(name, directory=None):
+    """Two steps, a checkpoint and its restoration, and a third: the losses, and the variables."""
+    strategy = SPLIT[name]() if name else dj.OneDeviceStrategy()
+    with strategy.scope():
+        start = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
+        up = dj.Variable(start, name="up", sharding=P(None, "model"))
+        odd = dj.Variable(lambda: jnp.ones((8, 3)), name="odd")
+    optimizer = dj.optim.Optimizer(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)), "mean"
+    )
+    optimizer.init([up, odd])
+    data = np.linspace(0, 1, 48, dtype=np.float32).reshape(8, 6)
+
+    def step(x):
+        loss = lambda up, odd: jnp.mean((jnp.tanh(x @ up) @ odd - 1) ** 2)
+        value, grads = jax.value_and_grad(loss, (0, 1))(up.value, odd.value)
+        optimizer.apply_gradients(zip(grads, [up, odd], strict=True))
+        return dj.get_replica_context().all_reduce("mean", value)
+
+    count = strategy.num_replicas_in_sync
+    rows = strategy.distribute_values_from_function(
+        lambda ctx: data.reshape(count, -1, 6)[ctx.replica_id_in_sync_group]
+    )
+    losses = [float(strategy.run(step, (rows,))) for _ in range(2)]
+    if directory is not None:
+        with dj.checkpoint.Checkpointer(directory) as checkpointer:
+            checkpointer.save(1, {"up": up, "odd": odd, "optimizer": optimizer})
+            strategy.run(step, (rows,))
+            checkpointer.restore({"up": up, "odd": odd, "optimizer": optimizer})
+    losses.append(float(strategy.run(step, (rows,))))
+    values = [np.asarray(strategy.extended.broadcast_to(v.value)).tolist() for v in (up, odd)]
+    return losses, values, up.storage.addressable_shards[0].data.shape
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_is_split_gives_the_numbers_of_one_process(group, name, tmp_path):
+    losses, values, _ = train_split(None)
+    shapes = {"replicas in a process": (6, 4), "a replica over both": (6, 2)}
+    shapes |= {"zero3, 2 x 2": (3, 4), "zero3, padded": (6, 2)}
+    for found, own, shape in group.call(train_split, name, str(tmp_path)):
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for value, expected in zip(own, values, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+        assert shape == shapes[name]

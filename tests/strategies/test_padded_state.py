@@ -1,12 +1,19 @@
 """ZeRO where R divides no axis: stored with zeros behind, which nobody else ever sees."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import distjax as dj
+from distjax._src.placement.topology import abstract_topology
+from distjax._src.strategies.sharded import ShardedPlacement
+from tests.strategies.eight_bits import eight_bit_adam
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(13, 7)).astype(np.float32)
@@ -44,44 +51,6 @@ class Training:
 
     def variables(self):
         return [v for v in jax.tree.leaves(self.optimizer.state) if isinstance(v, dj.Variable)]
-
-
-def eight_bit_adam(rate=0.05, block=16):
-    """Adam whose first moment is int8 with a scale per block, the second bfloat16."""
-
-    def encoded(x):
-        flat = jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
-        scale = jnp.max(jnp.abs(flat), axis=1, keepdims=True) / 127 + 1e-12
-        numbers = jnp.round(flat / scale).astype(jnp.int8).reshape(-1)[: x.size].reshape(x.shape)
-        return numbers, scale
-
-    def decoded(numbers, scale):
-        flat = jnp.pad(numbers.reshape(-1), (0, -numbers.size % block)).reshape(-1, block)
-        return (flat * scale).reshape(-1)[: numbers.size].reshape(numbers.shape)
-
-    def init(params):
-        first = jax.tree.map(lambda p: encoded(jnp.zeros_like(p)), params)
-        return {
-            "numbers": jax.tree.map(lambda p, e: e[0], params, first),
-            "scales": jax.tree.map(lambda p, e: e[1], params, first),
-            "second": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.bfloat16), params),
-        }
-
-    def update(grads, state, params=None):
-        first = jax.tree.map(
-            lambda g, n, s: 0.9 * decoded(n, s) + 0.1 * g, grads, state["numbers"], state["scales"]
-        )
-        second = jax.tree.map(lambda g, v: 0.99 * v + 0.01 * g**2, grads, state["second"])
-        updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + 1e-3), first, second)
-        pairs = jax.tree.map(encoded, first)
-        new = {
-            "numbers": jax.tree.map(lambda g, e: e[0], grads, pairs),
-            "scales": jax.tree.map(lambda g, e: e[1], grads, pairs),
-            "second": jax.tree.map(lambda v: v.astype(jnp.bfloat16), second),
-        }
-        return updates, new
-
-    return optax.GradientTransformation(init, update)
 
 
 #: What looks at all of a leaf, or at its shape: norms, means of rows, random numbers, blocks.
@@ -203,6 +172,42 @@ def test_a_checkpoint_is_written_and_read_shard_by_shard(tmp_path, monkeypatch):
         checkpointer.save(1, {"params": state.params})
         checkpointer.restore({"params": state.params})
     assert state.params["w"].storage.addressable_shards[0].data.shape == (13, 1)
+
+
+# -- on pods: what a device holds, without devices ---------------------------------------------
+
+#: A small transformer; 3 layers are stacked.
+SHAPES = {
+    "embedding": (50257, 770),
+    "projections": (3, 770, 2310),
+    "up": (770, 3074),
+    "bias": (3074,),
+    "square": (770, 770),
+    "kernels": (3, 3, 259, 517),
+}
+
+
+@pytest.mark.parametrize("count", [256, 1024])
+@pytest.mark.parametrize("spec", [None, P(None, "model")])
+def test_nothing_over_the_threshold_is_whole(count, spec):
+    topology = dataclasses.replace(abstract_topology(count, "replica"), model_axes=(("model", 4),))
+    placement = ShardedPlacement(topology, "parameters", None, 64 << 10)
+    for name, shape in SHAPES.items():
+        own = None if spec is None or len(shape) != 2 else spec
+        layout = placement.layout(shape, jnp.float32, spec=own)
+        if name == "bias":
+            assert str(layout) == "mirrored (not over 64.0 KiB)"
+            continue
+        stored = layout.stored_shape(shape)
+        assert stored[layout.axis] % count == 0
+        assert math.prod(layout.local_form.local_shape(shape)) == math.prod(stored) // count
+        parts = shape[layout.axis] / -(-shape[layout.axis] // count)
+        assert parts > min(count, max(shape)) / 3, "little padding, where an axis is long enough"
+        assert own is None or layout.axis == 0, "the model axis has the other"
+        in_module = layout.unencoded(shape)
+        free = shape if own is None else shape[:1]
+        is_prime_to_it = all(math.gcd(n, count) == 1 for n in free)
+        assert in_module.kind == ("mirrored" if is_prime_to_it else "partitioned")
 
 
 # -- what stays whole --------------------------------------------------------------------------

@@ -206,13 +206,14 @@ class CentralStoragePlacement:
         spec: Spec = None,
     ) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
+        spec = spec_beside(colocate_with, shape) if spec is None else spec
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
-            return MirroredLayout(self.topology)
-        return HostLayout(self.topology, self.memory_kind)
+            return MirroredLayout(self.topology, spec)
+        return HostLayout(self.topology, self.memory_kind, spec)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the layout of a value on the devices, where updates run."""
-        return MirroredLayout(self.topology)
+        return MirroredLayout(self.topology, spec_of(variable.layout))
 
 
 class CentralStorageStrategy(Strategy):
@@ -226,6 +227,8 @@ class CentralStorageStrategy(Strategy):
       devices: the D devices; default, or if empty: all of the job.
       parameter_memory: the memory kind of the storage.
       axis_name: the name of the replica axis inside `run`.
+      model_axes: sizes of axes within one replica, as in `MirroredStrategy`: what a variable's
+        `sharding` splits over them is split on the devices.
 
     Raises:
       ValueError: the devices lack that kind of memory.
@@ -242,8 +245,10 @@ class CentralStorageStrategy(Strategy):
         *,
         parameter_memory: str = "pinned_host",
         axis_name: str = REPLICA_AXIS,
+        model_axes: Mapping[str, int] | None = None,
     ):
-        topology = mesh_topology(devices_or_all(devices, "CentralStorageStrategy"), axis_name)
+        devices = devices_or_all(devices, "CentralStorageStrategy")
+        topology = mesh_topology(devices, axis_name, model_axes)
         known = sorted(m.kind for m in topology.devices[0].addressable_memories())
         if parameter_memory not in known:
             raise ValueError(

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import (
-    AxisType,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -29,6 +28,7 @@ from jax.sharding import (
 )
 
 from distjax._src import jax_compat, user_mesh
+from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.collectives.ops import all_reduce, as_summand, from_total, own_index
 from distjax._src.placement import (
@@ -636,19 +636,20 @@ class PartitionedLayout(_AsItIs):
             widths = [(0, 0)] * value.ndim
             widths[self.axis] = (0, self._padded_size - value.shape[self.axis])
             return np.pad(value, widths)
-        if not isinstance(value, jax_compat.Tracer):
-            return _padded(self.local_form, value)
         form = self.local_form
+        if not isinstance(value, jax_compat.Tracer):
+            if value.is_fully_addressable:
+                return _padded_here(value, form)
+            return call_compiled(_padded, value, form, name="a write of a padded variable")
         return form.spread(form.padded(form.spread(value)))
 
-    @user_mesh.ignores_user_mesh
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value: in a program split as it is stored, outside as a whole copy."""
         form = self.local_form
         if not self.hands_out_copies:
             return stored
         if not isinstance(stored, jax_compat.Tracer):
-            return _unpadded(form, stored)
+            return call_compiled(_unpadded, stored, form, name="the read of a padded variable")
         return form.spread(form.unpadded(stored))
 
     def constrain(self, stored: jax.Array) -> Any:
@@ -668,15 +669,16 @@ class PartitionedLayout(_AsItIs):
         return PartitionedLayout(self.topology, axis, self.spec, shape[axis], blocks)
 
 
-# Compiled, since the zeros would trip transfer guards.
-@functools.partial(jax.jit, static_argnums=0)
-def _padded(form: AxisShards, value: jax.Array) -> jax.Array:
+def _padded(value: jax.Array, form: AxisShards) -> jax.Array:
     return form.padded(value)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _unpadded(form: AxisShards, stored: jax.Array) -> jax.Array:
+def _unpadded(stored: jax.Array, form: AxisShards) -> jax.Array:
     return form.unpadded(stored)
+
+
+# Compiled, since the zeros would trip transfer guards.
+_padded_here = jax.jit(_padded, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -690,6 +692,7 @@ class HostShardedLayout(_InHostMemory):
     topology: Topology
     axis: int
     memory_kind: str
+    spec: Spec = None
 
     @property
     def sharding(self) -> Sharding:
@@ -698,14 +701,15 @@ class HostShardedLayout(_InHostMemory):
 
     @property
     def _on_devices(self) -> Any:
-        return self.topology.split_along(self.axis)
+        return self.topology.split_along(self.axis, self.spec)
 
     def to_stored(self, value: jax.Array) -> Any:
         return transfer(transfer(value, self._on_devices), self.sharding)
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value, copied to each device."""
-        return transfer(transfer(stored, self._on_devices), self.topology.mirrored)
+        on_devices = self.topology.within_replicas(self.spec)
+        return transfer(transfer(stored, self._on_devices), on_devices)
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout:
         return self
@@ -716,44 +720,49 @@ class HostLayout(_InHostMemory):
     """One value in host memory, flattened, padded and split over the host's devices.
 
     A replicated host array would hold one copy per device; a split one holds a single copy.
+    `spec` says what the devices of a replica split of the value on the devices.
     """
 
     topology: Topology
     memory_kind: str
+    spec: Spec = None
 
     @functools.cached_property
-    def _mesh(self) -> Mesh:
-        devices = np.array(self.topology.devices, dtype=object)
-        return Mesh(devices, ("part",), axis_types=(AxisType.Auto,))
+    def _in_parts(self) -> NamedSharding:
+        # On the mesh of all else: JAX names a result's sharding by the mesh of some argument.
+        mesh = self.topology.mesh
+        assert mesh is not None, "a host's memory is that of its devices"
+        return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @property
     def sharding(self) -> Sharding:
         """Split over the devices, in host memory."""
-        return NamedSharding(self._mesh, PartitionSpec("part"), memory_kind=self.memory_kind)
+        return self._in_parts.with_memory_kind(self.memory_kind)
 
     def to_stored(self, value: jax.Array) -> Any:
         """Returns `value` flattened and padded, in host memory."""
         flat = jnp.asarray(value).reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
-        split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
+        split = lax.with_sharding_constraint(flat, self._in_parts)
         return transfer(split, self.sharding)
 
     @user_mesh.ignores_user_mesh
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
-        flat = transfer(stored, NamedSharding(self._mesh, PartitionSpec("part")))
-        flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
+        flat = transfer(stored, self._in_parts)
+        flat = lax.with_sharding_constraint(flat, self.topology.mirrored)
         size = int(np.prod(shape, dtype=int))
         # Constraints rather than device_puts: in a trace, device_put only names a memory space,
         # so a result equal to this value would come out split, and a stored one whole.
-        return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)
+        value = flat[:size].reshape(shape)
+        return lax.with_sharding_constraint(value, self.topology.within_replicas(self.spec))
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
         """Returns a host layout that keeps the shape; on the devices if R divides no axis."""
-        axis = self.topology.find_axis(shape)
+        axis = self.topology.find_axis(shape, free_axes(self.spec, shape))
         if axis is None:
-            return MirroredLayout(self.topology)
-        return HostShardedLayout(self.topology, axis, self.memory_kind)
+            return MirroredLayout(self.topology, self.spec)
+        return HostShardedLayout(self.topology, axis, self.memory_kind, self.spec)
 
 
 def spec_of(layout: Layout) -> Spec:

@@ -26,6 +26,8 @@ from distjax._src.diagnostics.screen import (
 from distjax._src.tables import Table, as_html, as_text, format_bytes
 
 _T = TypeVar("_T")
+#: Bytes of results that are worth a hint.
+_MUCH = 2**20
 _PROVED = "proved (T: a value per replica, M: equal on every replica):"
 
 
@@ -290,7 +292,13 @@ class Explanation:
         ]
         if memory.host_bytes:
             named.append(("in host memory", memory.host_bytes))
-        return tuple(rows + [(name, format_bytes(count)) for name, count in named])
+        rows += [(name, format_bytes(count)) for name, count in named]
+        keeps = memory.output_bytes > max(2 * memory.donated_bytes, _MUCH)
+        if keeps and memory.argument_bytes > 0.9 * memory.output_bytes:  # as of state
+            rows += [
+                ("hint", "strategy.jit(step, donate_argnums=...) reuses the memory of old state")
+            ]
+        return tuple(rows)
 
     def _proofs(self) -> Iterator[tuple[str, str, str]]:
         yield from (("argument", path, letter) for path, letter in self.arguments.items())

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Contexts and localities
 #
-# A tour of the two ideas that the rest of distjax is made of: *who is asking* (the context) and
-# *how a value lives* (its locality).
+# A tour of the two ideas behind distjax: *who is asking* (the context), and *where a value lives
+# and whether its copies are equal* (its locality).
 
 # %%
 import jax
@@ -33,8 +33,8 @@ strategy
 # %% [markdown]
 # ## Who is asking
 #
-# Outside of everything there is a default strategy with one replica. Under `scope()` we are in
-# cross-replica context. A function given to `run` is in replica context.
+# By default there is a strategy with one replica. Under `scope()` we are in cross-replica context.
+# A function passed to `run` is in replica context.
 
 
 # %%
@@ -54,8 +54,8 @@ with strategy.scope():
 print("replica ", strategy.run(who))
 
 # %% [markdown]
-# `merge_call` goes from replica to cross-replica context for a moment, and hands over what all
-# replicas have.
+# `merge_call` switches from replica to cross-replica context for one function, and passes it the
+# values of all replicas.
 
 
 # %%
@@ -102,8 +102,8 @@ fig.tight_layout()
 # %% [markdown]
 # ## Equal on every replica: M
 #
-# The mean came back as a plain `jax.Array`. distjax proved from the data flow of the traced
-# function that it is equal on all replicas. What depends on a replica's own input is not.
+# The mean came back as a plain `jax.Array`: distjax proved from the data flow of the traced
+# function that it is equal on all replicas. Values that depend on a replica's own input are not.
 
 
 # %%
@@ -125,8 +125,8 @@ for name, value in strategy.run(fn, args=(batch, jnp.float32(2))).items():
 # %% [markdown]
 # ## Where a variable lives: V(v)
 #
-# A strategy decides where variables live. The picture shows how many bytes each of the eight
-# devices holds of a 64 kB variable and of Adam's two moments of it.
+# A strategy decides where variables live. The picture shows how many bytes of a 64 kB variable,
+# and of its two Adam moments, each of the eight devices holds.
 
 # %%
 import optax
@@ -175,8 +175,8 @@ fig.tight_layout()
 #
 # ## Variables that differ on purpose
 #
-# An ON_READ variable keeps one component per replica. Writing it moves nothing between devices.
-# Reading it in cross-replica context combines the components by its aggregation.
+# An ON_READ variable keeps one component per replica. Writing it needs no communication. Reading
+# it in cross-replica context combines the components by its aggregation.
 
 # %%
 with strategy.scope():
@@ -208,7 +208,7 @@ fig.tight_layout()
 # %% [markdown]
 # ## The same on one device
 #
-# `VirtualStrategy` has any number of replicas on one device, and the same numbers.
+# `VirtualStrategy` runs any number of replicas on one device, and gives the same numbers.
 
 # %%
 virtual = dj.VirtualStrategy(8)

@@ -12,7 +12,7 @@
 # # From pmap and shard_map to distjax
 #
 # One regression, written three times: with `pmap`, with `shard_map`, with distjax. The step stays
-# the same; what is around it goes away.
+# the same; the code around it disappears.
 
 # %%
 import warnings
@@ -51,8 +51,8 @@ def train_step(w, x, y):
 # %% [markdown]
 # ## pmap
 #
-# State and batches carry a device axis. It is added by hand (`replicate`, `shard`) and taken off
-# by hand (`unreplicate`).
+# State and batches carry a device axis, which you add (`replicate`, `shard`) and remove
+# (`unreplicate`) yourself.
 
 # %%
 num_devices = jax.local_device_count()
@@ -77,7 +77,8 @@ w[0]
 # ## shard_map
 #
 # No device axis, but a mesh, specs for every argument and result, and `check_vma=False`: with the
-# check, the gradient by a replicated argument comes summed already, and `pmean` leaves it so.
+# check, the gradient with respect to a replicated argument is already summed, and `pmean` does not
+# change that.
 
 # %%
 mesh = jax.make_mesh((num_devices,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -107,8 +108,8 @@ print("check_vma=True ", w_checked)
 # %% [markdown]
 # ## distjax
 #
-# `axis_name="batch"` gives the replica axis the name that the step uses. There are no specs: a
-# dataset is split where it enters, and what is equal on every replica is proved.
+# `axis_name="batch"` gives the replica axis the name that the step uses. There are no specs: the
+# dataset is split on input, and distjax proves what is equal on every replica.
 
 # %%
 strategy = dj.MirroredStrategy(axis_name="batch")
@@ -137,13 +138,12 @@ fig.tight_layout()
 print("distjax as pmap:", np.allclose(distjax_losses, pmap_losses, rtol=1e-5))
 
 # %% [markdown]
-# Three curves lie on each other. The fourth has eight times the gradient, which here is more than
-# the step size can bear.
+# Three curves coincide. The fourth has eight times the gradient, which is too much for this step
+# size.
 #
 # ## The compiled program is the same
 #
-# distjax's step has the collectives of the hand-written one, and no others. `dj.explain` counts
-# them.
+# distjax's step has exactly the collectives of the hand-written one. `dj.explain` counts them.
 
 # %%
 from distjax.testing.hlo import count_collectives
@@ -165,8 +165,8 @@ print("distjax", explained.compiled_counts)
 # %% [markdown]
 # ## One line less
 #
-# Take the `pmean` out. pmap and `shard_map` run on; distjax hands back what it is: one model per
-# replica, which no cross-replica code takes for one.
+# Remove the `pmean`. `pmap` and `shard_map` still run; distjax returns what the result really is:
+# one model per replica, which cannot be mistaken for a single one.
 
 
 # %%

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # From tf.distribute to distjax
 #
-# A custom training loop as TensorFlow 2 users write it, part by part. The names on the left of
-# each comment are those of `tf.distribute`.
+# A custom training loop as TensorFlow 2 users write it, part by part. The names in the comments
+# are those of `tf.distribute`.
 
 # %%
 import jax
@@ -32,8 +32,8 @@ plt.rcParams["figure.dpi"] = 80  # small pictures
 # ## Data
 #
 # Two moons. A dataset is any iterable of batches; `experimental_distribute_dataset` is
-# `distribute_dataset`. The last batch is smaller: `partial="pad"` fills it up and says with a
-# mask which examples count.
+# `distribute_dataset`. The last batch is smaller: `partial="pad"` pads it and provides a mask of
+# the examples that count.
 
 # %%
 random = np.random.default_rng(0)
@@ -53,9 +53,9 @@ print([len(batch["label"]) for batch in batches])
 # %% [markdown]
 # ## Model, variables, optimizer, metrics
 #
-# `with strategy.scope():` makes variables of the strategy, as in TensorFlow. An optax
-# transformation takes the place of the Keras optimizer; like it, `dj.optim.Optimizer` sums the
-# gradients of replicas.
+# Variables are created in `with strategy.scope():`, as in TensorFlow. An optax transformation takes
+# the place of the Keras optimizer; like the latter, `dj.optim.Optimizer` sums the gradients of the
+# replicas.
 
 
 # %%
@@ -93,8 +93,8 @@ class Training:
 # ## The step
 #
 # `strategy.run(fn)` in a `tf.function` is `strategy.run(fn)` in `dj.jit`. The loss of a replica
-# is the sum over its examples that count, divided by the *global* number, as
-# `compute_average_loss` has it. So the sum over replicas is the loss of the global batch.
+# is the sum over its examples that count, divided by their *global* number, as with
+# `compute_average_loss`. So the sum over the replicas is the loss of the global batch.
 
 
 # %%
@@ -126,7 +126,7 @@ def make_train_step(training):
 # %% [markdown]
 # ## The loop, under four strategies
 #
-# Nothing below the line that makes the strategy knows which one it is.
+# Nothing below the line that creates the strategy depends on which one it is.
 
 # %%
 STRATEGIES = {
@@ -158,7 +158,7 @@ axes[1].set(xlabel="step / 4", title="distance from one device", ylim=(1e-9, 1))
 fig.tight_layout()
 
 # %% [markdown]
-# The curves lie on each other up to rounding, with a padded last batch and 64 replicas too.
+# The curves coincide up to rounding, even with a padded last batch and 64 replicas.
 #
 # ## Where variables live
 #
@@ -173,7 +173,7 @@ for name, strategy in STRATEGIES.items():
     print(f"{name:12} {dj.locality(v).kind:12} each device holds {shapes}")
 
 # %% [markdown]
-# ## `merge_call`, as the documents of TensorFlow have it
+# ## `merge_call`, as in TensorFlow's documentation
 #
 # Each replica adds its number to three; the merge function sums over replicas; each adds the sum
 # to its own.
@@ -193,4 +193,4 @@ def fn(three):
 dj.VirtualStrategy(2).run(fn, args=(3,))
 
 # %% [markdown]
-# Code of an older API runs under its own names: see `distjax.compat.v1_12`, `v1_13`, `v1_15`.
+# Code for an older API keeps its names: see `distjax.compat.v1_12`, `v1_13`, `v1_15`.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Finding a wrong reduction
 #
-# A data-parallel step that forgets its all-reduce runs, reports a falling loss, and trains a
-# wrong model. This notebook makes that mistake by hand in `jax.shard_map`, looks at what it does,
-# and at what distjax says to the same step.
+# A data-parallel step that forgets its all-reduce runs, reports a falling loss, and trains a wrong
+# model. This notebook makes that mistake in a hand-written `jax.shard_map`, and shows what happens
+# and what distjax says about the same step.
 
 # %%
 import warnings
@@ -35,8 +35,8 @@ plt.rcParams["figure.dpi"] = 80  # small pictures
 # %% [markdown]
 # ## A function to learn
 #
-# The examples are sorted, so device r sees one eighth of the interval: an ordinary accident of
-# files that are not shuffled.
+# The examples are sorted, so device r sees one eighth of the interval, as easily happens with files
+# that are not shuffled.
 
 # %%
 NUM_STEPS, EVALUATE_EVERY = 150, 5
@@ -82,9 +82,8 @@ def wrong_step(params, state, x, y):  # the same, but for one line
 # %% [markdown]
 # ## By hand
 #
-# `check_vma=False` is what code has that comes from `pmap`, and what any code has whose kernels
-# do not pass the check. The specs say that parameters come out replicated. Nobody asks whether
-# they are.
+# Code that comes from `pmap`, or whose kernels do not pass the check, uses `check_vma=False`. The
+# specs claim that the parameters come out replicated, and nothing verifies it.
 
 # %%
 steps_evaluated = range(0, NUM_STEPS, EVALUATE_EVERY)
@@ -138,7 +137,7 @@ fig.tight_layout()
 
 # %% [markdown]
 # The wrong run looks *better* while it trains: each device learns an eighth of the problem, which
-# is easier. What is saved is the copy of the first device.
+# is easier. What is saved is the first device's copy.
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 2.8))
@@ -154,8 +153,8 @@ ax.legend(fontsize=8)
 fig.tight_layout()
 
 # %% [markdown]
-# `assert_mirrored` compares the copies, which JAX does not. It is for arrays that come from
-# elsewhere.
+# `assert_mirrored` compares the copies, which JAX does not. It is meant for arrays made by other
+# code.
 
 # %%
 strategy = dj.MirroredStrategy()
@@ -168,9 +167,9 @@ except dj.errors.LocalityError as error:
 # %% [markdown]
 # ## The same step, with distjax
 #
-# The step is handed over as it is. distjax follows the data flow of the traced function: the
-# batch differs per replica, so the gradients do, so the new parameters do. It says so before the
-# first step is done, and names the leaves.
+# The step is unchanged. distjax follows the data flow of the traced function: the batch differs per
+# replica, so the gradients do, so the new parameters do. It warns before the first step has run,
+# and names the leaves.
 
 # %%
 ((features, targets),) = strategy.distribute_dataset([(x, y)])
@@ -185,8 +184,8 @@ for warning in caught:  # in the first call: a compiled step is not traced again
     print(warning.message)
 
 # %% [markdown]
-# And nothing pretends to be replicated. The new parameters are one value per replica, on which
-# cross-replica code does not work.
+# And nothing claims to be replicated: the new parameters are one value per replica, which
+# cross-replica code refuses.
 
 # %%
 print({name: dj.locality(value).kind for name, value in wrong_result.items()})
@@ -198,7 +197,7 @@ except TypeError as error:
 # %% [markdown]
 # ## The fix
 #
-# The line that the message gives, or a link in the optax chain.
+# The line from the message, or a link in the optax chain.
 
 
 # %%
@@ -234,8 +233,8 @@ fig.tight_layout()
 # %% [markdown]
 # ## With variables
 #
-# A variable has to say how the writes of replicas are combined. Without that, a write in a replica
-# is an error, since the copies would drift apart.
+# A variable needs to know how the replicas' writes are combined. Otherwise, a write in a replica is
+# an error, since the copies would drift apart.
 
 # %%
 with strategy.scope():
@@ -250,7 +249,7 @@ except dj.errors.AggregationError as error:
 #
 # The sum of the replicas' mean gradients is equal on every replica, so nothing drifts apart, but
 # gradient descent takes steps that are R times as long. The first call warns. When in doubt,
-# compare with one device: the numbers of a right step do not depend on R.
+# compare with one device: the numbers of a correct step do not depend on R.
 
 
 # %%

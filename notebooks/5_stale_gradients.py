@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Stale gradients
 #
-# Workers of parameter servers wait for nobody, so a gradient is of values that others have changed
-# since. This notebook counts by how much, looks at what it does to a training, and at three things
-# to do about it: a bound, a smaller rate, a correction.
+# The workers of parameter servers do not wait for each other, so a gradient belongs to values that
+# others have changed since. This notebook measures by how much, shows the effect on training, and
+# three remedies: a bound, a smaller learning rate, a correction.
 
 # %%
 import time
@@ -29,10 +29,10 @@ import distjax as dj
 plt.rcParams["figure.dpi"] = 60  # small pictures
 
 # %% [markdown]
-# ## A training
+# ## A training run
 #
-# Handwritten digits, one layer, plain gradient descent with a large rate. Nothing in the loss
-# knows of workers or servers.
+# Handwritten digits, one layer, plain gradient descent with a large learning rate. Nothing in the
+# loss depends on workers or servers.
 
 # %%
 NUM_UPDATES, BATCH, RATE = 120, 128, 1.0
@@ -54,8 +54,8 @@ def loss_of_all(w):
 
 # %% [markdown]
 # The step pulls the weights and a counter of updates. What comes before `merge_call` runs at a
-# worker, on the values that it has pulled; `update` runs at the server, on those that are there
-# *then*. The step gives back what it has seen, so that we can look at it afterwards.
+# worker, on the values that it has pulled; `update` runs at the server, on the values that are there
+# *by then*. The step returns what it has seen, so that we can look at it afterwards.
 
 
 # %%
@@ -79,9 +79,9 @@ def plain(gradient, w_now, w_then, staleness):
 
 
 # %% [markdown]
-# In one process a push arrives at once. So that workers are as far away as on a network, the
-# engine's hook, which is there to try what happens when workers die, waits before each push: 8 ms,
-# and for a slow worker more. It also notes when pushes were applied.
+# In one process a push arrives at once. To simulate a network, the engine's fault hook (meant for
+# testing what happens when workers die) waits before each push: 8 ms, and more for a slow worker. It
+# also records when pushes were applied.
 
 
 # %%
@@ -134,9 +134,9 @@ class Run:
 # %% [markdown]
 # ## How stale
 #
-# One worker is never late. W workers that are equally fast find about W - 1 updates of the others
-# between their pull and their push. When one of them is four times as slow it finds many more, and
-# the others hardly notice it.
+# A single worker is never late. With W equally fast workers, about W - 1 updates of the others come
+# between a pull and its push. A worker that is four times as slow sees many more, and the others
+# hardly notice it.
 
 # %%
 runs = {f"{n} worker{'s' * (n > 1)}": Run(n) for n in (1, 2, 4)}
@@ -160,9 +160,9 @@ fig.tight_layout()
 # %% [markdown]
 # ## What it does
 #
-# Counted in updates, more workers are worse: with four, the same rate overshoots at first, since
-# each of them corrects an error that the others have corrected already. Counted in seconds,
-# workers that do not wait come further, as long as it does not overshoot.
+# Per update, more workers are worse: with four, the same rate overshoots at first, since each of
+# them corrects an error that the others have already corrected. Per second, workers that do not wait
+# make more progress, as long as they do not overshoot.
 
 
 # %%
@@ -184,10 +184,10 @@ for name, run in runs.items():
 # %% [markdown]
 # ## A bound
 #
-# `max_staleness=1` lets one update of others come in between, never more, whoever is slow. It is
-# exact: a push waits if another one would be too late otherwise. `max_staleness=0` is one closure
-# after the other, whatever the number of workers. The bound costs time: workers wait for each
-# other.
+# With `max_staleness=1`, at most one update of others comes in between, whoever is slow. The bound
+# is exact: a push waits if another one would otherwise be too late. `max_staleness=0` runs one
+# closure after the other, whatever the number of workers. The bound costs time, since workers wait
+# for each other.
 
 # %%
 bounded = {f"4 workers, max_staleness={s}": Run(4, max_staleness=s) for s in (1, 0)}
@@ -201,10 +201,10 @@ fig.tight_layout()
 # %% [markdown]
 # ## A smaller rate, a correction
 #
-# The merge has both values of everything: an argument is what the worker had, a read is what is
-# there now. A rate divided by the staleness is one line. So is DC-ASGD (Zheng et al., 2017): it
-# adds what the gradient has changed by since, with the squares of the gradient in place of a
-# second derivative.
+# The merge has both versions of each value: an argument is what the worker had, a read is what is
+# there now. Dividing the rate by the staleness is one line. So is DC-ASGD (Zheng et al., 2017),
+# which estimates how the gradient has changed since, using the squared gradient in place of a second
+# derivative.
 
 # %%
 CORRECTION = 50.0
@@ -231,11 +231,11 @@ for name, run in compensated.items():
     print(f"{name}: highest loss {run.losses.max():.2f}, last {run.losses[-1]:.2f}")
 
 # %% [markdown]
-# The smaller rate is safe and slow: it also divides where nothing would have overshot. The
-# correction keeps most of the rate, and needs a factor that fits the problem.
+# The smaller rate is safe and slow, since it is also divided where nothing would have overshot. The
+# correction keeps most of the rate, but needs a factor that fits the problem.
 #
-# `dj.explain` says what was cut where: the corrected step sends the gradient and the weights that
-# it was taken at, and the arithmetic of the update is the server's.
+# `dj.explain` shows where the step was cut: the corrected step sends the gradient and the weights
+# that it was computed from, and the server does the arithmetic of the update.
 
 # %%
 strategy = dj.ParameterServerStrategy(workers=1)

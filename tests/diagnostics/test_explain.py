@@ -408,6 +408,10 @@ def test_a_module_fits_a_screen():
     assert {"['loss']", "Model.blocks.*.norm.mean (4) and 1 more"} == {*reasons}
     assert reasons["['loss']"].startswith("x -> ... -> test_explain.py:")
     assert not any("[2][" in path for run in found.runs for path, *_ in run.why)
+    page = found._repr_html_()
+    assert "18 all-reduce" in page and "strategy.jit(" not in page
+    large = dataclasses.replace(found.memory, argument_bytes=2**21, output_bytes=2**21)
+    assert "strategy.jit(step, donate" in str(dataclasses.replace(found, memory=large))
     whole = str(dataclasses.replace(found, full=True)).splitlines()
     assert sum("all-reduce" in line for line in whole) > 18 and len(whole) > 150
 

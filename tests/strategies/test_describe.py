@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import distjax as dj
@@ -158,3 +159,15 @@ def test_many_variables_fit_a_screen_and_can_be_looked_for():
     assert str(strategy.describe(full=True)).count("  other/a/") == 4
     found = strategy.describe("layers.3.").variables
     assert [v.name.split(".")[3] for v in found] == ["query", "key", "value", "out"]
+
+
+def test_totals_by_kind_and_over_all_devices():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        w = dj.Variable(jnp.zeros(4), name="w")
+        seen = dj.Variable(jnp.zeros(2), name="seen", trainable=False)
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1, momentum=0.9), reduce_op="mean")
+    optimizer.init([w])
+    found = " ".join(str(strategy.describe()).split())
+    assert "bytes per device 40 B of parameters 16 B of optimizer state 16 B of other" in found
+    assert "of other state 8 B bytes on all devices 80 B" in found, seen

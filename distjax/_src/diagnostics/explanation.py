@@ -26,6 +26,8 @@ from distjax._src.diagnostics.screen import (
 from distjax._src.tables import Table, as_html, as_text, format_bytes
 
 _T = TypeVar("_T")
+#: Bytes of results that are worth a hint.
+_MUCH = 2**20
 _PROVED = "proved (T: a value per replica, M: equal on every replica):"
 
 
@@ -209,9 +211,7 @@ class Explanation:
     def _grouped(self) -> Iterator[Table]:
         """Yields the tables with what is alike in one line."""
         yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
-        yield _collectives_by_line("as written:", self.written)
-        if self.compiled != self.written:
-            yield _collectives_by_line("compiled:", self.compiled)
+        yield from self._collectives(_collectives_by_line)
         yield Table("on one device:", (), self._costs())
         rows = [("argument", *row, "") for row in _by_letter(self.arguments.items())]
         if len(self.runs) != 1:
@@ -236,10 +236,7 @@ class Explanation:
     def _whole(self) -> Iterator[Table]:
         """Yields the tables with a line for each array and collective."""
         yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
-        among = "" if self.cut is None else ", over the devices of each worker"
-        yield collective_table(f"as written{among}:", self.written)
-        if self.compiled != self.written:
-            yield collective_table(f"compiled{among}:", self.compiled)
+        yield from self._collectives(collective_table)
         yield Table("on one device:", (), self._costs())
         yield Table(_PROVED, ("", "value", ""), tuple(self._proofs()))
         why = [(path or "the result", *rest) for run in self.runs for path, *rest in run.why]
@@ -250,6 +247,12 @@ class Explanation:
         yield from self._hints()
         if self.cut is not None:
             yield from self.cut.tables()
+
+    def _collectives(self, table: Callable[[str, Sequence[Collective]], Table]) -> Iterator[Table]:
+        among = "" if self.cut is None else ", over the devices of each worker"
+        yield table(f"as written{among}:", self.written)
+        if self.compiled != self.written:
+            yield table(f"compiled{among}:", self.compiled)
 
     def _hints(self) -> Iterator[Table]:
         """Yields the tables of what may be wrong."""
@@ -289,7 +292,13 @@ class Explanation:
         ]
         if memory.host_bytes:
             named.append(("in host memory", memory.host_bytes))
-        return tuple(rows + [(name, format_bytes(count)) for name, count in named])
+        rows += [(name, format_bytes(count)) for name, count in named]
+        keeps = memory.output_bytes > max(2 * memory.donated_bytes, _MUCH)
+        if keeps and memory.argument_bytes > 0.9 * memory.output_bytes:  # as of state
+            rows += [
+                ("hint", "strategy.jit(step, donate_argnums=...) reuses the memory of old state")
+            ]
+        return tuple(rows)
 
     def _proofs(self) -> Iterator[tuple[str, str, str]]:
         yield from (("argument", path, letter) for path, letter in self.arguments.items())

@@ -86,10 +86,14 @@ class StrategyDescription:
             ("variables", str(len(self.variables))),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
-        trained = sum(v.bytes_per_device for v in self.variables if v.trainable)
-        if 0 < trained < self.bytes_per_device:
-            rest = format_bytes(self.bytes_per_device - trained)
-            facts += (("  of parameters", format_bytes(trained)), ("  of other state", rest))
+        kinds: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state"), 0)
+        for variable in self.variables:
+            kinds[_kind(variable)] += variable.bytes_per_device
+        if 0 < kinds["parameters"] < self.bytes_per_device:
+            facts += tuple((f"  of {kind}", format_bytes(n)) for kind, n in kinds.items() if n)
+        if self.devices_per_replica and len(self.devices) > 1 and not self.workers:
+            total = format_bytes(self.bytes_per_device * len(self.devices))
+            facts += (("bytes on all devices", total),)
         if self.host_bytes:
             facts += (("bytes in host memory", format_bytes(self.host_bytes)),)
         yield Table(self.strategy, (), facts)
@@ -135,7 +139,16 @@ def _in_groups(
     return groups.items()
 
 
+#: Names of what optimizers keep: NNX optimizers, and the slots of optax.
+_OF_OPTIMIZERS = {"opt_state", "mu", "nu", "trace", "momentum", "accumulator"}
 _NUMBER, _SEPARATOR = re.compile(r"(?<![^./])\d+(?![^./])"), re.compile(r"([./])")
+
+
+def _kind(variable: VariableDescription) -> str:
+    if variable.trainable:
+        return "parameters"
+    parts = set(re.split(r"[./]", variable.name))
+    return "optimizer state" if parts & _OF_OPTIMIZERS else "other state"
 
 
 def _facts(variable: VariableDescription) -> tuple[str, ...]:

@@ -387,10 +387,11 @@ class Strategy:
           (24, 'partitioned on axis 0')
           >>> print(found)
           ShardedStrategy(Topology(R=2 over 'replica' on 2 devices))
-            replicas          2
-            devices           2, one for each replica: ...
-            variables         1
-            bytes per device  24 B
+            replicas              2
+            devices               2, one for each replica: ...
+            variables             1
+            bytes per device      24 B
+            bytes on all devices  48 B
           variables:
             name  shape   dtype    synchronization  aggregation  placement ...
             w     [4, 3]  float32  ON_WRITE         NONE         partitioned on axis 0  24 B

@@ -20,7 +20,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import distjax as dj
-from distjax._src.plan import command, page, schedule, topologies
+from distjax._src.plan import command, page, planning, schedule, topologies
 from tests.live_arrays import no_new_arrays
 
 ALL = ["mirrored", "zero1", "zero2", "zero3", "central"]
@@ -235,6 +235,24 @@ def test_options_of_the_compiler():
     assert [p.compiler_options for p in plans] == [{}, options] and not any(p.error for p in plans)
     _, refused = planned(of_variables, options={"xla_no_such": "1"})
     assert "xla_no_such" in refused.error and refused.memory is None
+
+
+@pytest.mark.parametrize("limit", [0, 99, 100, 500, 10_000, 10**7, 10**12])
+@pytest.mark.parametrize("start", [1, 8, 4096])
+@pytest.mark.parametrize("refused_above", [10**12, 3000])
+def test_the_largest_batch(limit, start, refused_above):
+    tried = []
+
+    def peak_of(size):
+        tried.append(size)
+        return float("inf") if size > refused_above else 99 + size + size**2 / 1e5
+
+    found = planning.largest_batch(peak_of, start, 99 + start + start**2 / 1e5, limit)
+    fits = lambda size: size <= refused_above and 99 + size + size**2 / 1e5 <= limit
+    if start <= refused_above:
+        assert found == 0 or fits(found) and (found >= 2**20 or not fits(found + 1 + found // 60))
+        assert found or not fits(1)
+        assert len(tried) == len(set(tried)) <= 20
 
 
 def test_json_text_and_page():

@@ -46,6 +46,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 #: Arrays of fewer bytes are not worth a line.
 _LARGE = MIN_SPLIT_BYTES
 _MOST_EXAMPLES = 2**20
+_REFUSED = float("inf")
 
 
 def plan(
@@ -218,7 +219,14 @@ def _planned(
         }
     if batch and limit is not None and step.batch_size:
         start = step.batch_size // topology.num_replicas
-        largest = _largest_batch(strategy, step, options, start, own["fits"], limit)
+
+        def peak_of(size: int) -> float:
+            tried = _compile(_lower(strategy, step, size)[0], options)
+            if isinstance(tried, str):
+                return _REFUSED
+            return reading.total_of(tried.memory_analysis())["peak_bytes"]
+
+        largest = largest_batch(peak_of, start, memory.peak_bytes, limit)
         own["largest_batch_per_replica"] = largest
     return own
 
@@ -244,33 +252,36 @@ def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
         return str(error)
 
 
-def _largest_batch(
-    strategy: Strategy,
-    step: targets.Step,
-    options: dict[str, str],
-    start: int,
-    start_fits: bool,
-    limit: int,
-) -> int:
-    """Returns the largest batch per replica that fits, to 2 %, by bisection; 0: not even one does.
+def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limit: int) -> int:
+    """Returns the largest batch per replica that fits, to 2 %; 0: not even one example does.
 
-    On the way up, the memory that is left says how far the next try may go.
+    Memory grows about evenly with the batch, so each try is where the line between the largest that
+    fits and the smallest that does not meets the limit.
+
+    Args:
+      peak_of: compiles for a batch per replica; infinity: the compiler has refused.
+      start: a batch per replica, whose peak is known.
+      peak: that peak.
+      limit: the memory there is.
+
+    Example:
+      >>> tried = []
+      >>> largest_batch(lambda n: tried.append(n) or 1000 + 3 * n, 8, 1024, 100_000)
+      33000
+      >>> len(tried)
+      8
     """
-
-    def peak_of(size: int) -> float:
-        compiled = _compile(_lower(strategy, step, size)[0], options)
-        if isinstance(compiled, str):
-            return float("inf")
-        return reading.total_of(compiled.memory_analysis())["peak_bytes"]
-
-    good, bad = (start, start * 2) if start_fits else (0, start)
-    while good and (peak := peak_of(bad)) <= limit:
+    peaks = {0: 0.0, start: peak}
+    good, bad = (start, start * 2) if peak <= limit else (0, start)
+    while good and (peak := peaks.setdefault(bad, peak_of(bad))) <= limit:
         good, bad = bad, bad * max(2, min(16, int(limit / peak / 2)))
         if good >= _MOST_EXAMPLES:
             return good
-    while bad - good > max(1, good // 64):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if peak_of(middle) <= limit else (good, middle)
+    while bad - good > (step := max(1, good // 64)):
+        share = (limit - peaks[good]) / (peaks[bad] - peaks[good]) if peaks[bad] < _REFUSED else 0.5
+        middle = good + min(max(int(share * (bad - good)), step), bad - good - step)
+        peaks[middle] = peak_of(middle)
+        good, bad = (middle, bad) if peaks[middle] <= limit else (good, middle)
     return good
 
 

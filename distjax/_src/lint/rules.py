@@ -77,9 +77,9 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return EQUAL.having(scale=scale, grad=scale and x.find("grad"))
 
 
-def _once_more(scale: Scale | None, site: Site) -> Scale:
+def _once_more(scale: Scale, site: Site) -> Scale:
     """Returns the scale of R times what has been reduced."""
-    assert scale is not None and scale.reduced is not None
+    assert scale.reduced is not None
     kind = "summed" if scale.kind in LINEAR else scale.kind
     return Scale(kind, scale.power + 1, scale.reduced, site)
 
@@ -270,9 +270,9 @@ def _of_unknown_size(x: Fact) -> Fact:
     """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
     if x.is_kind(*NOT_LINEAR):
         return x._replace(number=None)
-    scale, x = x.scale, x.without("scale")
-    is_sum = x.differs and scale is not None and not x.find("grad")
-    return x.having(scale=Scale(PART, 0, scale.made)) if is_sum else x
+    is_sum = x.differs and x.scale is not None and not x.find("grad")
+    part = Scale(PART, 0, x.scale.made) if is_sum else None
+    return x.having(scale=part)._replace(number=None)
 
 
 def _is_r_times(x: Fact) -> bool:
@@ -294,9 +294,10 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
                 return grad.having(scale=Scale("clipped", 0, walk.site(eqn))).only(*KEPT)
         tagged = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
         if len(tagged) == 1:
-            out, scale = tagged[0].only(*KEPT), tagged[0].scale
-            is_part = walk.sizes and scale is not None and scale.kind == PART
-            return out.having(scale=Scale("function", 0, scale.made)) if is_part else out
+            [out] = tagged
+            if walk.sizes and out.is_kind(PART):
+                out = out.having(scale=Scale("function", 0, out.scale.made))
+            return out.only(*KEPT)
         grad = a if a.find("grad") else b
         scale = grad.scale if grad.is_kind("size") else of_sums(walk, eqn, [a, b])
         return grad.only("grad").having(scale=scale)

@@ -273,9 +273,9 @@ def _of_unknown_size(x: Fact) -> Fact:
     """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
     if x.is_kind(*NOT_LINEAR):
         return x._replace(number=None)
-    is_sum = x.differs and x.scale is not None and not x.find("grad")
-    part = Scale(PART, 0, x.scale.made) if is_sum else None
-    return x.having(scale=part)._replace(number=None)
+    if x.scale is None or not x.differs or x.find("grad"):
+        return x.without("scale")
+    return x.having(scale=Scale(PART, 0, x.scale.made))._replace(number=None)
 
 
 def _is_r_times(x: Fact) -> bool:

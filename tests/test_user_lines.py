@@ -9,7 +9,14 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax._src.user_lines import UNKNOWN, SourceFrame, calling_line, find_line, source_line
+from distjax._src.user_lines import (
+    UNKNOWN,
+    SourceFrame,
+    calling_line,
+    find_line,
+    meeting_line,
+    source_line,
+)
 
 PACKAGES, SCRIPTS = (sysconfig.get_paths()[key] for key in ("purelib", "scripts"))
 OWN = SourceFrame("step", "/home/me/train.py", 7)
@@ -47,6 +54,27 @@ def test_the_line_of_an_equation():
 def test_an_equation_of_a_package_has_the_line_of_the_user():
     jaxpr = jax.make_jaxpr(lambda x: optax.apply_updates(x, x))(jnp.ones(3))
     assert {source_line(eqn).rpartition(":")[0] for eqn in jaxpr.eqns} == {__file__}
+
+
+def _halved(x):
+    return x / 2
+
+
+def test_the_line_of_the_function_that_has_a_value_where_it_is_used():
+    def step(x):
+        y = jnp.exp(x)
+        z = _halved(y)  # called
+        inner = lambda: y * 3  # of its own
+        return z, inner()
+
+    made, halved, inner = jax.make_jaxpr(step)(1.0).eqns
+    lines = inspect.getsourcelines(step)
+    at = lambda text: lines[1] + next(i for i, line in enumerate(lines[0]) if text in line)
+    assert source_line(halved).endswith("(_halved)")
+    assert meeting_line([halved], [made], False).startswith(f"{__file__}:{at('# called')} ")
+    assert meeting_line([inner], [made], False).startswith(f"{__file__}:{at('# of its own')} ")
+    assert meeting_line([halved], [], False) == source_line(halved)
+    assert meeting_line([], [made], False) == UNKNOWN
 
 
 def test_a_line_that_nothing_tells():

@@ -102,13 +102,17 @@ def meeting_line(used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient
       is_gradient: whether that is a gradient, which is made where it is asked for.
     """
     ours, theirs = _user_frames(used, False), _user_frames(made, is_gradient)
-    for i, (own, other) in enumerate(zip(ours, theirs, strict=False)):
-        if own != other:
-            is_same = (own.file, own.function) == (other.file, other.function)
-            return str(own if is_same or i == 0 else ours[i - 1])
     if not ours:
         return UNKNOWN
-    return str(ours[len(theirs) - 1] if 0 < len(theirs) < len(ours) else ours[-1])
+    pairs = list(zip(ours, theirs, strict=False))
+    at = next((i for i, (own, other) in enumerate(pairs) if own != other), len(pairs) or len(ours))
+    is_same = at < len(pairs) and ours[at][:2] == theirs[at][:2]  # but for the line
+    at = at if is_same else max(at - 1, 0)
+    for inner in ours[at + 1 :]:  # a function in that one takes the value from there itself
+        if not inner.function.startswith(f"{ours[at].function}.<locals>."):
+            break
+        at += 1
+    return str(ours[at])
 
 
 def _user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFrame]:

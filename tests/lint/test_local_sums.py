@@ -193,6 +193,14 @@ def decay_over_the_replicas(w, x, mask):
     return w - 0.1 * total(jax.grad(loss)(w))
 
 
+def gradient_penalty(w, x, mask):
+    def penalty(w):
+        slopes = jax.grad(lambda x: jnp.tanh(x @ w).sum())(x)  # of each row
+        return jnp.mean((jnp.sqrt(jnp.sum(slopes**2, 1)) - 1) ** 2)
+
+    return mean(penalty(w)), w - 0.1 * mean(jax.grad(penalty)(w))
+
+
 def masked(w, x, mask):
     return total((errors(w, x) * mask).sum()) / jnp.maximum(total(mask.sum()), 1)
 
@@ -203,7 +211,16 @@ def loss_per_row(w, x, mask):
 
 @pytest.mark.parametrize(
     "step",
-    [normalized, contrasted, signs, clipped_rows, decay_over_the_replicas, masked, loss_per_row],
+    [
+        normalized,
+        contrasted,
+        signs,
+        clipped_rows,
+        decay_over_the_replicas,
+        gradient_penalty,
+        masked,
+        loss_per_row,
+    ],
 )
 def test_what_may_be_meant_is_silent(two, step):
     require_silence(two, step, weights(), *batch(two))

@@ -125,8 +125,8 @@ class Fact(NamedTuple):
         return None
 
     @property
-    def scale(self) -> Scale | None:
-        """What it is to the value of one replica; None: not known."""
+    def scale(self) -> Any:
+        """What it is to the value of one replica, a `Scale`; None: not known."""
         return self.find("scale")
 
     def is_kind(self, *kinds: str) -> bool:

@@ -125,7 +125,7 @@ UNREDUCIBLE = {
         "the sum of R shares has the term R times",
         "(...) / ctx.num_replicas_in_sync of the term; or the term added after the sum",
     ),
-    "size": (
+    "norm": (
         "a function of local sums",
         "gradients as they are, to compute their size afterwards",
         "a reduction of a size of gradients",
@@ -146,7 +146,7 @@ def find_unreducible(walk: FactWalk, site: Site | None, x: Fact) -> None:
     if x.scale is None or x.scale.kind not in UNREDUCIBLE:
         return
     is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
-    if x.scale.kind != "clipped" and is_one_example or x.scale.kind == "size" and not walk.sizes:
+    if x.scale.kind != "clipped" and is_one_example:
         return
     rule, needs, got, why, fix = UNREDUCIBLE[x.scale.kind]
     needs = f"a reduction over the replicas needs {needs}"

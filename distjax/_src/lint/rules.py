@@ -47,7 +47,9 @@ from distjax._src.variables.variable import Variable
 #: Tags kept by what is linear.
 KEPT = ("grad", "scale")
 #: Scales that no linear operation changes.
-NOT_LINEAR = frozenset(UNREDUCIBLE)
+NOT_LINEAR = frozenset((*UNREDUCIBLE, "size"))
+#: What squares of gradients add up to, of each row or of all; the rows' own may be averaged.
+SIZE, NORM = "size", "norm"
 
 # -- sums over the replicas, and their division by R ---------------------------
 
@@ -77,9 +79,9 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return EQUAL.having(scale=scale, grad=scale and x.find("grad"))
 
 
-def _once_more(scale: Scale | None, site: Site) -> Scale:
+def _once_more(scale: Scale, site: Site) -> Scale:
     """Returns the scale of R times what has been reduced."""
-    assert scale is not None and scale.reduced is not None
+    assert scale.reduced is not None
     kind = "summed" if scale.kind in LINEAR else scale.kind
     return Scale(kind, scale.power + 1, scale.reduced, site)
 
@@ -203,7 +205,8 @@ def squared(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     if not x.differs:
         return x.only("random")
     if x.find("grad"):
-        return DIFFERS.having(scale=Scale("size", 0, x.find("grad")))
+        is_of_rows = not walk.sizes or any(n in walk.sizes for n in shape_of(eqn.outvars[0])[:1])
+        return DIFFERS.having(scale=Scale(SIZE if is_of_rows else NORM, 0, x.find("grad")))
     return DIFFERS.having(scale=of_sums(walk, eqn, [x]))
 
 
@@ -270,9 +273,9 @@ def _of_unknown_size(x: Fact) -> Fact:
     """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
     if x.is_kind(*NOT_LINEAR):
         return x._replace(number=None)
-    scale, x = x.scale, x.without("scale")
-    is_sum = x.differs and scale is not None and not x.find("grad")
-    return x.having(scale=Scale(PART, 0, scale.made)) if is_sum else x
+    if x.scale is None or not x.differs or x.find("grad"):
+        return x.without("scale")
+    return x.having(scale=Scale(PART, 0, x.scale.made))._replace(number=None)
 
 
 def _is_r_times(x: Fact) -> bool:
@@ -290,15 +293,16 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     is_transposed = walk.is_transposed(eqn)
     if a.differs and b.differs:
         for grad, size in ((a, b), (b, a)):
-            if grad.find("grad") and size.is_kind("size") and not is_transposed:
+            if grad.find("grad") and size.is_kind(SIZE, NORM) and not is_transposed:
                 return grad.having(scale=Scale("clipped", 0, walk.site(eqn))).only(*KEPT)
         tagged = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
         if len(tagged) == 1:
-            out, scale = tagged[0].only(*KEPT), tagged[0].scale
-            is_part = walk.sizes and scale is not None and scale.kind == PART
-            return out.having(scale=Scale("function", 0, scale.made)) if is_part else out
+            [out] = tagged
+            if walk.sizes and out.is_kind(PART):
+                out = out.having(scale=Scale("function", 0, out.scale.made))
+            return out.only(*KEPT)
         grad = a if a.find("grad") else b
-        scale = grad.scale if grad.is_kind("size") else of_sums(walk, eqn, [a, b])
+        scale = grad.scale if grad.is_kind(SIZE, NORM) else of_sums(walk, eqn, [a, b])
         return grad.only("grad").having(scale=scale)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
@@ -356,7 +360,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def _size_of(ins: Sequence[Fact]) -> Scale | None:
     """Returns the scale of a value that is computed of the size of a gradient."""
-    return next((x.scale for x in ins if x.differs and x.is_kind("size")), None)
+    return next((x.scale for x in ins if x.differs and x.is_kind(SIZE, NORM)), None)
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
@@ -490,7 +494,7 @@ def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [out.having(scale=_linear_scale(a, b))]
     weight = _weight(walk, eqn, ins)
     out = weight or _product(walk, eqn, a.without("random"), b.without("random"))
-    out = out.without("base", *(["scale"] if out.is_kind("clipped", "size") else []))
+    out = out.without("base", *(["scale"] if out.is_kind("clipped", SIZE, NORM) else []))
     return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
 
 
@@ -524,7 +528,7 @@ def _weight(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact | None:
     if not walk.sizes or any(x.find("grad") for x in ins):
         return None
     made = next((x.scale for x in ins if x.differs and x.scale and not x.reduced), None)
-    if made is None or made.kind == "size":
+    if made is None or made.kind in (SIZE, NORM):
         return None
     scale = made if made.kind in NOT_LINEAR else Scale("function", 0, made.made)
     return DIFFERS.having(grad=walk.site(eqn), scale=scale)
@@ -540,7 +544,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
     tags = frozenset.intersection(*(c.tags for c in tensors))
     out = Fact(any(x.differs for x in ins), None, tags)
-    clipped = next((c.scale for c in tensors if c.is_kind("clipped", "size")), None)
+    clipped = next((c.scale for c in tensors if c.is_kind("clipped", SIZE, NORM)), None)
     summed = next((c for c in tensors if c.reduced and c.find("grad")), None)
     if clipped is not None:
         out = out.having(scale=clipped)
@@ -645,7 +649,7 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     if x.find("grad"):
         is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
         return [elements_of(x).having(scale=total if is_by_example else elements_of(x).scale)]
-    if x.scale is not None and (walk.sizes or x.is_kind("size")):  # its rows have been summed
+    if x.scale is not None and (walk.sizes or x.is_kind(SIZE, NORM)):  # its rows have been summed
         return [DIFFERS.having(scale=_linear_scale(x, EQUAL))]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
     is_of_rows = 0 in axes or not shape_of(eqn.outvars[0])

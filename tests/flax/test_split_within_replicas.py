@@ -231,6 +231,23 @@ def test_metadata_that_name_another_axis(four_by_two):
     assert "logical_axis_rules" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [
+        ((None, "model"), "sharding=P() keeps it whole on each device"),  # 3 columns
+        (("model", "replica"), "sharding=P('model') fits its shape"),  # what of it can stay
+    ],
+)
+def test_metadata_that_do_not_fit_name_the_variable(four_by_two, names, fix):
+    kernel_init = nnx.with_partitioning(nnx.initializers.ones_init(), names)
+    sizes = (3, 3) if names[0] is None else (4, 8)
+    make = lambda: nnx.Linear(*sizes, kernel_init=kernel_init, rngs=nnx.Rngs(0))
+    with four_by_two.scope(), pytest.raises(ValueError, match=r"^Param layer\.kernel") as error:
+        dj.flax.create(lambda: {"layer": make()})
+    assert fix in str(error.value)
+    assert ("logical_axis_rules" in str(error.value)) == ("replica" in names)
+
+
 def test_an_array_split_over_other_axes_is_warned_of(four_by_two):
     model = linear()
     other = jax.make_mesh((8,), ("tensor",))

@@ -31,8 +31,8 @@ CHANGES = {
             'strategy = dj.MirroredStrategy(axis_name="data", model_axes={"model": 4})\n',
         ),
         (  # one output: as published it cannot be split, and Flax leaves it whole
-            '(dmid, dout)), out_sharding=mesh_rules("embed", "mlp"))',
-            '(dmid, dout)), out_sharding=mesh_rules("mlp", "embed"))',
+            '(dmid, dout)), out_sharding=mesh_rules("embed", "mlp")',
+            '(dmid, dout)), out_sharding=mesh_rules("mlp", "embed")',
         ),
         ("@nnx.jit\ndef create_model", "def create_model"),
         (
@@ -57,7 +57,8 @@ CHANGES = {
         (
             'mesh = Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "fsdp", "tensor"))\n'
             'data_sharding = NamedSharding(mesh, P(("data", "fsdp")))\n',
-            f'strategy = dj.ShardedStrategy(partition="parameters"{_ALL}, model_axes={{"tensor": 2}})\n',
+            f'strategy = dj.ShardedStrategy(partition="parameters"{_ALL}, '
+            'model_axes={"tensor": 2})\n',
         ),
         ('MeshRules(embed="fsdp", ', "MeshRules("),
         ("class TrainState(train_state.TrainState):\n    graphdef: nnx.GraphDef\n\n\n", ""),

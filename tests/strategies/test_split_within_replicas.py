@@ -345,8 +345,9 @@ def test_specs_that_do_not_fit(each, case):
     text = str(error.value)
     assert got in text
     if shape:  # the spec that is named fits
-        assert "sharding=P(None, 'model') fits its shape" in text
-        made(each, np.ones(shape), sharding=P(None, "model"))
+        fitting = P("model") if case == "an axis twice" else P(None, "model")
+        assert f"sharding=P({', '.join(map(repr, fitting))}) fits its shape" in text
+        made(each, np.ones(shape), sharding=fitting)
     else:
         assert "sharding=P() keeps it whole" in text
     if case == "the replica axis":

@@ -11,7 +11,7 @@ import numpy as np
 from distjax._src import user_lines
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, EXTREME, ROWS, SHARE, Break, Kind
-from distjax._src.check.replay import Node, Tags
+from distjax._src.check.replay import DRAWS, Node, Tags
 from distjax._src.context import Finding
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
@@ -63,7 +63,8 @@ def finding(
 
     `fix` is what was tried with success, and its line.
     """
-    line, lines = _line_of(_clearest(breaks))
+    where = _clearest(breaks)
+    line, lines = _line_of(where)
     line = fix[1] if fix and line == UNKNOWN else line
     names = ", ".join(_named(d) for d in wrong[:4]) + (
         f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -75,11 +76,16 @@ def finding(
         f"{name} needs to compute the same for {count} replicas as for one with the whole batch",
         got=got,
         why="; ".join(lines) if lines else "the numbers would depend on how many devices there are",
-        fix=fix[0]
-        if fix
-        else "reduce sums and counts, and compute what is not linear from the totals",
+        fix=fix[0] if fix else _usual_fix(where),
     )
     return Finding("error", RULE, text, line)
+
+
+def _usual_fix(where: Break | None) -> str:
+    """Returns what mostly helps, where no fix that was tried did."""
+    if where is not None and where.node.name in DRAWS:
+        return "key = dj.get_replica_context().fold_in(key), where rows need numbers of their own"
+    return "reduce sums and counts, and compute what is not linear from the totals"
 
 
 def excuse_note(excused: Mapping[str, Tags]) -> Finding:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from distjax._src import jax_compat
 from distjax._src.context import StrategyLike
 from distjax._src.flax.graphs import strategy_of
-from distjax._src.placement import Spec, Topology, adopted_spec, fits, require_spec
+from distjax._src.placement import Spec, Topology, adopted_spec, fits, names_in, require_spec
 from distjax._src.typing import PyTree
 from distjax.errors import message
 
@@ -31,7 +31,10 @@ _RULES_FIX = "with nnx.logical_axis_rules([('mlp', 'model'), ('embed', None)]): 
 
 
 def spec_of_variable(
-    variable: nnx.Variable[Any] | jax.Array, shape: tuple[int, ...], topology: Topology
+    variable: nnx.Variable[Any] | jax.Array,
+    shape: tuple[int, ...],
+    topology: Topology,
+    name: str = "",
 ) -> Spec:
     """Returns what is split of a variable within a replica; None: what the program makes of it.
 
@@ -49,8 +52,9 @@ def spec_of_variable(
         spec = nnx.spmd.get_var_pspec(variable)
     if spec is None or (isinstance(variable, nnx.OptState) and not fits(spec, shape, topology)):
         return None
-    what = f"{type(variable).__name__} of shape {list(shape)}"
-    is_logical = _METADATA not in metadata
+    what = name or f"{type(variable).__name__} of shape {list(shape)}"
+    is_unknown = not set(names_in(spec)) <= dict(topology.model_axes).keys()
+    is_logical = is_unknown and _METADATA not in metadata
     return require_spec(spec, shape, topology, what, fix=_RULES_FIX if is_logical else "")
 
 

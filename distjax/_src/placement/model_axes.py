@@ -183,7 +183,9 @@ def require_spec(
             )
         given = given.spec
     for got, why in _misfits(given, shape, topology):
-        raise ValueError(_text(what, shape, topology, f"{spec_text(given)}: {got}", why, fix))
+        raise ValueError(
+            _text(what, shape, topology, f"{spec_text(given)}: {got}", why, fix, given)
+        )
     return canonical(given, topology)
 
 
@@ -234,10 +236,26 @@ def fitting_text(shape: Sequence[int], topology: Topology) -> str:
     return "P()"
 
 
+def _fitting_part(spec: Iterable[Any], shape: Sequence[int], topology: Topology) -> PartitionSpec:
+    """Returns what of a spec can stay."""
+    kept: list[Any] = []
+    for entry in list(spec)[: len(shape)]:
+        fits_so = fits(PartitionSpec(*kept, entry), shape, topology)
+        kept.append(entry if fits_so else None)
+    return canonical(kept, topology)
+
+
 def _text(
-    what: str, shape: Sequence[int], topology: Topology, got: str, why: str, fix: str = ""
+    what: str,
+    shape: Sequence[int],
+    topology: Topology,
+    got: str,
+    why: str,
+    fix: str = "",
+    given: PartitionSpec | None = None,
 ) -> str:
-    fitting = fitting_text(shape, topology)
+    kept = _fitting_part(given or (), shape, topology)
+    fitting = spec_text(kept) if kept else fitting_text(shape, topology)
     whole = "" if fitting == "P()" else f"sharding={fitting} fits its shape; "
     return message(
         f"{what} needs a sharding over the model axes that fits its shape {list(shape)}",

@@ -6,7 +6,6 @@ so that the memory of a step can be asked for. Run as a program, this prints a t
 """
 
 import difflib
-import inspect
 import pathlib
 import types
 
@@ -17,9 +16,6 @@ import numpy as np
 import distjax as dj
 
 PUBLISHED = pathlib.Path(__file__).parent / "sharded"
-#: Weights as small as these stay whole by default, where there is a default.
-_IS_CHOICE = "min_split_bytes" in inspect.signature(dj.ShardedStrategy).parameters
-_ALL = ", min_split_bytes=0" if _IS_CHOICE else ""
 _IMPORT = ("import jax\n", "import distjax as dj\nimport jax\n")
 
 #: Per file: (what stands there, what it becomes).
@@ -57,7 +53,7 @@ CHANGES = {
         (
             'mesh = Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "fsdp", "tensor"))\n'
             'data_sharding = NamedSharding(mesh, P(("data", "fsdp")))\n',
-            f'strategy = dj.ShardedStrategy(partition="parameters"{_ALL}, '
+            'strategy = dj.ShardedStrategy(partition="parameters", min_split_bytes=0, '
             'model_axes={"tensor": 2})\n',
         ),
         ('MeshRules(embed="fsdp", ', "MeshRules("),

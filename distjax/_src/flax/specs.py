@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from distjax._src import jax_compat
 from distjax._src.context import StrategyLike
 from distjax._src.flax.graphs import strategy_of
-from distjax._src.placement import Spec, Topology, adopted_spec, fits, names_in, require_spec
+from distjax._src.placement import Spec, Topology, adopted_spec, fits, require_spec
+from distjax._src.placement.model_axes import names_in
 from distjax._src.typing import PyTree
 from distjax.errors import message
 

@@ -26,7 +26,10 @@ def test_a_slice_is_planned():
     assert mirrored.memory.limit_bytes == int(15.75 * 2**30)
     for plan in (mirrored, zero3):
         assert plan.memory.peak_bytes == sum(plan.memory.by_cause.values())
-        assert 0 <= plan.memory.by_cause["unattributed"] <= 0.1 * plan.memory.peak_bytes
+        # libtpu 0.0.50 gives each of the few buffers here 32 KiB or more.
+        unattributed = plan.memory.by_cause["unattributed"]
+        is_told = any(note.startswith("unattributed: gaps") for note in plan.notes)
+        assert 0 <= unattributed < (10 * 2**15 if is_told else 0.1 * plan.memory.peak_bytes)
         assert plan.seconds_at_least["step"] > 0
     state = lambda plan: plan.memory.by_cause["parameters"] + plan.memory.by_cause["optimizer"]
     assert state(mirrored) == 4 * state(zero3)
@@ -55,23 +58,10 @@ def test_two_slices_reduce_in_stages():
     assert stages and {c.made_by_xla for c in stages} == {"a stage of one over more devices"}
 
 
-def test_options_of_the_compiler_and_the_largest_batch():
-    def target(strategy):
-        with strategy.scope():
-            w = dj.Variable(lambda: jnp.zeros((2**13, 2**13)), name="w")
-        rows = jax.ShapeDtypeStruct((64 * strategy.num_replicas_in_sync, 2**13), jnp.float32)
-        step = lambda x: strategy.run(lambda x: jnp.sin(x @ w.value) @ w.value, args=(x,))
-        return step, (dj.plan.batch(rows),)
-
+def test_options_of_the_compiler():
     options = {"xla_tpu_enable_async_collective_fusion": "true"}
-    plans = dj.plan.plan(
-        target, "v5e:2x2", strategies=["mirrored"], options=options, batch=True
-    ).plans
-    assert [p.compiler_options for p in plans] == [{}, options]
-    for plan in plans:
-        # Of 15.75 GiB a weight takes 0.25, and a row 32 KiB, two or three times.
-        rows = plan.memory.limit_bytes / 2**15
-        assert plan.fits and rows / 4 < plan.largest_batch_per_replica < rows / 2
+    plans = dj.plan.plan(of_variables, "v5e:2x2", strategies=["mirrored"], options=options).plans
+    assert [p.compiler_options for p in plans] == [{}, options] and all(p.fits for p in plans)
 
 
 @pytest.mark.parametrize(("name", "count"), [("v5e:16x16", 256), ("v4:8x8x8", 1024)])

@@ -260,3 +260,13 @@ def test_a_slot_goes_with_its_variable():
 def test_a_threshold_that_is_no_size():
     with pytest.raises(ValueError, match="ShardedStrategy: min_split_bytes needs an int of 0 or"):
         dj.ShardedStrategy(min_split_bytes=-1)
+
+
+def test_without_jit_and_in_checks():
+    """What runs a step in another way pads and cuts, too."""
+    expected, _ = Training(sharded(), optax.adam(0.01)).steps(2)
+    training = Training(sharded(), optax.adam(0.01))
+    dj.check(training.replica_step, training.batch, strategy=training.strategy)
+    with jax.disable_jit():
+        losses, _ = training.steps(2)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -260,6 +260,9 @@ class AxisShards:
 
         In a program it need not be padded for that, as an array has to be.
         """
+        is_uneven = self.size is not None and value.shape[self.axis] == self.size
+        if is_uneven and self.blocks == 1 and not isinstance(value, jax_compat.Tracer):
+            return value  # under `jax.disable_jit`
         if self.topology.mesh is None:
             return value
         return lax.with_sharding_constraint(value, self.sharding)
@@ -785,8 +788,9 @@ def in_force(layout: Layout | None) -> Any:
         return layout
     if layout.kind == kinds.PER_REPLICA:
         return StackedLayout(now)
-    if isinstance(layout, PartitionedLayout) and now.num_replicas == topology.num_replicas:
-        return PartitionedLayout(now, layout.axis, size=layout.size, blocks=layout.blocks)
+    is_as_it_is = isinstance(layout, PartitionedLayout) and layout.size is None
+    if is_as_it_is and now.num_replicas == topology.num_replicas:
+        return PartitionedLayout(now, layout.axis)
     return MirroredLayout(now)
 
 

@@ -324,12 +324,21 @@ def reduce_arrays(
         given = [arrays[i] for i in differ]
         outs = map_replicas(topology, on_replica, given, [True] * len(differ), scattered)
         reduced.update(zip(differ, outs, strict=True))
-    for i, x in enumerate(arrays):
-        if i not in reduced:  # equal on all replicas: there is nothing to communicate
-            own = ops.as_summand(op, _within(op, x, axes), "reduce")
-            reduced[i] = own * count if op is ReduceOp.SUM else own
-        elif splits[i] is not None:
+    for i in differ:
+        if splits[i] is not None:
             reduced[i] = splits[i].from_replicas(reduced[i])
+
+    def combine(*equal: jax.Array) -> list[jax.Array]:
+        own = [ops.as_summand(op, _within(op, x, axes), "reduce") for x in equal]
+        return [x * count for x in own] if op is ReduceOp.SUM else own
+
+    rest = [i for i in range(len(arrays)) if i not in reduced]
+    equal = [arrays[i] for i in rest]
+    if count > 1:  # equal on all replicas: there is nothing to communicate
+        reduced.update(zip(rest, combine(*equal), strict=True))
+    elif rest:  # mapped, so that the result of one replica is another array than the argument
+        outs = map_replicas(topology, combine, equal, [False] * len(rest), False)
+        reduced.update(zip(rest, outs, strict=True))
     return [reduced[i] for i in range(len(arrays))]
 
 

@@ -788,8 +788,11 @@ def in_force(layout: Layout | None) -> Any:
         return layout
     if layout.kind == kinds.PER_REPLICA:
         return StackedLayout(now)
-    is_as_it_is = isinstance(layout, PartitionedLayout) and layout.size is None
-    if is_as_it_is and now.num_replicas == topology.num_replicas:
+    if (
+        isinstance(layout, PartitionedLayout)
+        and layout.size is None
+        and now.num_replicas == topology.num_replicas
+    ):
         return PartitionedLayout(now, layout.axis)
     return MirroredLayout(now)
 

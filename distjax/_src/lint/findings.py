@@ -109,7 +109,7 @@ UNREDUCIBLE = {
         "a reduction of a function of one replica's sums",
         "the mean of f(x) is not f of the mean: each replica computes it of its own rows",
         "x = dj.get_replica_context().all_reduce('mean', x) of the sums or means that it is "
-        "computed from, and then the function",
+        "computed from, and then the function; for batch statistics BatchNorm(axis_name='replica')",
     ),
     "extreme": (
         "a mean of extremes",

@@ -405,7 +405,8 @@ def test_a_module_fits_a_screen():
     assert "argument model (26), optimizer (38) M" in rows
     assert any(row.startswith("18 all-reduce") for row in rows)
     reasons = dict(row.split(" T ") for row in rows if " T " in row)
-    assert {"['loss']", "Model.blocks.*.norm.mean (4) and 1 more"} == {*reasons}
+    norm = "Model.blocks.*.norm"
+    assert {"['loss']", f"{norm}.mean (4)", f"{norm}.var (4)"} == {*reasons}
     assert reasons["['loss']"].startswith("x -> ... -> test_explain.py:")
     assert not any("[2][" in path for run in found.runs for path, *_ in run.why)
     page = found._repr_html_()

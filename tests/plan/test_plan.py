@@ -377,9 +377,9 @@ def test_a_batch_that_does_not_divide():
     assert "dj.plan.batch of 16 examples" in text
 
 
-def test_model_axes_where_there_are_none():
+def test_central_storage_with_model_axes():
     plans = planned(of_variables, ("central",), model_axes={"model": 2})
-    assert plans[0].error == "" and plans[1].error.startswith("central needs a strategy with")
+    assert [(p.error, p.num_replicas) for p in plans] == [("", 8), ("", 4)]
 
 
 # -- the command ------------------------------------------------------------------

@@ -117,9 +117,8 @@ def test_each_device_holds_an_eighth_between_steps(accumulate):
 def test_one_gather_per_parameter_and_one_scatter_per_gradient(name):
     """In the lowered text, before XLA combines or adds collectives."""
     text = Training(sharded(), OPTIMIZERS[name]).lowered().as_text()
-    split = len(SPLIT) + 1  # b2, padded from 3 to 8
-    assert text.count('"stablehlo.all_gather"') == split
-    assert text.count('"stablehlo.reduce_scatter"') == split
+    assert text.count('"stablehlo.all_gather"') == len(SPLIT) + 1  # b2, padded from 3 to 8
+    assert text.count('"stablehlo.reduce_scatter"') == len(SPLIT)  # b2's gradient is equal on all
     assert text.count('"stablehlo.all_reduce"') <= 2  # the gradient of the scale, and the loss
 
 

@@ -52,8 +52,10 @@ def stand_in_for(topology: Topology, count: int | None) -> Topology:
     if not topology.devices:
         return topology
     count = max(topology.num_replicas, 2) if count is None else count
-    device, mesh = topology.devices[0], topology.users_mesh
-    return one_device_topology(device, count, topology.axis_name, mesh)
+    mesh = topology.users_mesh
+    if mesh is not None and len(mesh.axis_names) == 1:  # a step constrains over model axes only
+        mesh = None  # so that there is one topology for all numbers of replicas that `pmap` makes
+    return one_device_topology(topology.devices[0], count, topology.axis_name, mesh)
 
 
 # -- arguments ------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from distjax._src.strategies.sharded import (
 )
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.tables import format_bytes
-from distjax.errors import UnsupportedError, describe_value, message, require
+from distjax.errors import describe_value, require
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "mirrored": MirroredStrategy,
@@ -140,8 +139,8 @@ def _plans(
     blank.update(collectives=Record(written=[], compiled=[]))
     blank.update(schedule={"live_bytes": [], "collectives": []})
     try:
-        strategy = _make_strategy(name, described, axes)
-    except (UnsupportedError, ValueError) as error:
+        strategy = STRATEGIES[name](described.devices, model_axes=axes or None)
+    except ValueError as error:
         errors.append(error)
         yield Record(blank | {"error": str(error)})
         return
@@ -154,22 +153,6 @@ def _plans(
             errors.append(error)
             found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
         yield Record(blank | {"compiler_options": given} | found)
-
-
-def _make_strategy(name: str, described: Described, axes: dict[str, int]) -> Strategy:
-    make = STRATEGIES[name]
-    if not axes:
-        return make(described.devices)
-    if "model_axes" not in inspect.signature(make).parameters:
-        raise UnsupportedError(
-            message(
-                f"{name} needs a strategy with model axes to be planned with them",
-                got=f"model_axes={axes}",
-                why="each of its replicas is one device",
-                fix="--strategies mirrored with --model-axes",
-            )
-        )
-    return make(described.devices, model_axes=axes)
 
 
 def _planned(

@@ -20,7 +20,6 @@ MASK = (np.arange(R * ROWS) % 5 > 0).astype(np.float32)
 FUNCTION = "a function of one replica's sums"
 SIZE_OF = "a size of gradients"
 EXTREME = "each replica's own largest or smallest"
-EQUAL_TERM = "a term is added that is equal on all replicas"
 RETURNED = "which is returned"
 
 
@@ -109,14 +108,6 @@ STEPS = {
             lambda w, x, mask: lax.pmax(jnp.max(x), "replica") if right else mean(jnp.max(x))
         ),
     ),
-    "penalty": (
-        EQUAL_TERM,
-        lambda right: (
-            lambda w, x, mask: (
-                w - 0.1 * total(jax.grad(lambda w: share_and_penalty(w, x, R if right else 1))(w))
-            )
-        ),
-    ),
     "sum_of_means": (
         RETURNED,
         lambda right: lambda w, x, mask: (mean if right else total)(loss_of(w, x)),
@@ -132,11 +123,6 @@ STEPS = {
         ),
     ),
 }
-
-
-def share_and_penalty(w, x, count):
-    fit, penalty = errors(w, x).sum() / (R * ROWS), jnp.sum(w * w)
-    return fit + 0.05 * penalty if count == 1 else fit + 0.05 * penalty / count
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import math
 import re
 from collections.abc import Collection, Sequence
 
@@ -66,14 +65,6 @@ def writes_replicas(walk: FactWalk, site: Site) -> bool:
     return bool(re.search(number, _line(site)))
 
 
-def writes_number(site: Site, number: float | None) -> bool:
-    """Returns whether a number stands in the user's line."""
-    found = re.findall(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?", _line(site))
-    return number is not None and any(
-        math.isclose(float(x), abs(number), rel_tol=1e-5) for x in found
-    )
-
-
 def _line(site: Site) -> str:
     file, _, line = site.source.split(" (")[0].rpartition(":")
     return linecache.getline(file, int(line)).split("#")[0] if line.isdigit() else ""
@@ -117,13 +108,6 @@ UNREDUCIBLE = {
         "a mean or sum of each replica's own largest or smallest",
         "the mean of R maxima is not the maximum",
         "jax.lax.pmax(x, axis) or jax.lax.pmin(x, axis)",
-    ),
-    "mixed": (
-        "an equal term in a summed share",
-        "each replica's share, in which every term is divided by the global batch",
-        "a share to which a term is added that is equal on all replicas",
-        "the sum of R shares has the term R times",
-        "(...) / ctx.num_replicas_in_sync of the term; or the term added after the sum",
     ),
     "norm": (
         "a function of local sums",

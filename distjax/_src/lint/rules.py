@@ -6,9 +6,7 @@ Tags; most hold the site where they originated:
 - `grad` (part of a backward pass; of an equal value: a sum or mean of gradients), `component` (of a
   variable), `base` (the argument or variable that it updates), `random` (bits from an equal key);
 - of numbers: `divisor` (the number that a constant was divided by), `over_R` (a constant over the
-  number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too),
-  `rate` (a factor that may hold R, as it does not stand in the line; of what it is taken times,
-  too).
+  number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from distjax._src.jax_compat import JaxprEqn, Literal
+from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint import findings
 from distjax._src.lint.facts import (
     DERIVATIVE,
@@ -109,7 +107,7 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
     site, rest, scale = walk.site(eqn), _of_unknown_size(x), x.scale
     if x.differs or scale is None or scale.reduced is None:
-        return rest if x.differs else rest.having(rate=True)
+        return rest
     averaged = rest.having(scale=Scale("averaged", 0, site, site))
     if scale.kind == SHARE:
         findings.find_averaged_share(walk, site, scale.made)
@@ -219,8 +217,7 @@ def of_parts(parts: Sequence[Fact]) -> Fact:
     """Returns the fact of an array assembled from others, ignoring plain constants among them."""
     told = [x for x in parts if x.number is None or x.find("grad")] or list(parts)
     grad = told[0].find("grad") if all(x.find("grad") for x in told) else None
-    rate = next((True for x in parts if x.find("rate") or x.find("over_R")), None)
-    return unknown(parts).having(grad=grad, scale=common_scale(told), rate=rate)
+    return unknown(parts).having(grad=grad, scale=common_scale(told))
 
 
 def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -230,24 +227,13 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
         is_over_r = is_over_r and not walk.is_alone or findings.names_replicas(walk.site(eqn))
-        product = product.having(rate=_is_rate(walk, eqn, 0, a) or _is_rate(walk, eqn, 1, b))
         return [_over_replicas(product) if is_over_r else product]
-    for i, own, other in ((1, b, a), (0, a, b)):
+    for own, other in ((b, a), (a, b)):
         if own.number is not None and not own.find("grad"):
-            is_rate = not other.differs and not other.reduced and _is_rate(walk, eqn, i, own)
-            out = _scaled(walk, eqn, other, own.number)
-            return [out.having(rate=True) if is_rate else out]
+            return [_scaled(walk, eqn, other, own.number)]
     if eqn.invars[0] is eqn.invars[1]:
         return [squared(walk, eqn, a)]
     return [_product(walk, eqn, a, b)]
-
-
-def _is_rate(walk: FactWalk, eqn: JaxprEqn, i: int, x: Fact) -> bool | None:
-    """Returns whether a factor may hold R: a number that does not stand in the user's line."""
-    if x.find("rate") or x.find("over_R"):
-        return True
-    is_free = abs(x.number or 0) in (0, 0.5, 1, 2) or not isinstance(eqn.invars[i], Literal)
-    return None if is_free or findings.writes_number(walk.site(eqn), x.number) else True
 
 
 def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
@@ -323,7 +309,7 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
 def _either(a: Fact, b: Fact) -> Fact:
     """Returns the fact of what is computed from two equal values, linear in each."""
     scales = sorted((x.scale for x in (a, b) if x.scale), key=lambda s: -abs(s.power))
-    names = ("grad", "random", "rate")
+    names = ("grad", "random")
     kept = {name: a.find(name) or b.find(name) for name in names}
     return EQUAL.having(scale=scales[0] if scales else None, **kept)
 
@@ -411,13 +397,11 @@ def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
         own, other = (a, b) if a.differs else (b, a)
         if own.find("component"):
             findings.find_repeated_total(walk, eqn, other)
-        mixed = _mixed(walk, eqn, own, other)
         if own.is_kind(TOTAL) and not own.find("grad"):
             own = own.having(scale=own.scale._replace(kind=PART))
         if other.number is not None and own.is_kind(SHARE):
             own = own.without("scale")
         base = EQUAL if own.find("component") else other.only("base")
-        own = own.having(scale=mixed) if mixed else own
         return Fact(True, None, own.tags | base.tags)
     for own, other in ((a, b), (b, a)):
         is_update = other.find("base") and not own.find("base")
@@ -428,23 +412,9 @@ def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
     return out._replace(tags=out.tags | a.only("base").tags | b.only("base").tags)
 
 
-def _mixed(walk: FactWalk, eqn: JaxprEqn, own: Fact, other: Fact) -> Scale | None:
-    """Returns the scale of a share of a sum to which what is equal on all replicas is added.
-
-    R shares would count it R times. None: it may be divided by R.
-    """
-    is_sum = own.is_kind(SHARE) and not own.reduced
-    if not is_sum or other.number is not None or other.find("rate") or other.find("over_R"):
-        return None
-    return Scale("mixed", 0, walk.site(eqn))
-
-
 def _sum_of_cotangents(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a sum over two paths from a value to the loss."""
     out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
-    for own, other in ((a, b), (b, a)):
-        if own.differs and not other.differs and (mixed := _mixed(walk, eqn, own, other)):
-            return out.having(scale=mixed)
     broken = next((x.scale for x in (a, b) if x.differs and x.is_kind(*NOT_LINEAR)), None)
     mean = next((x.scale for x in (a, b) if x.is_kind(MEAN, DERIVATIVE)), None)
     is_mean = mean and not (a.is_kind(SHARE) or b.is_kind(SHARE))

@@ -54,8 +54,8 @@ def loss_of_all(w):
 
 # %% [markdown]
 # The step pulls the weights and a counter of updates. What comes before `merge_call` runs at a
-# worker, on the values that it has pulled; `update` runs at the server, on the values that are there
-# *by then*. The step returns what it has seen, so that we can look at it afterwards.
+# worker, on the values that it has pulled; `update` runs at the server, on the values that are
+# there *by then*. The step returns what it has seen, so that we can look at it afterwards.
 
 
 # %%
@@ -80,8 +80,8 @@ def plain(gradient, w_now, w_then, staleness):
 
 # %% [markdown]
 # In one process a push arrives at once. To simulate a network, the engine's fault hook (meant for
-# testing what happens when workers die) waits before each push: 8 ms, and more for a slow worker. It
-# also records when pushes were applied.
+# testing what happens when workers die) waits before each push: 8 ms, and more for a slow worker.
+# It also records when pushes were applied.
 
 
 # %%
@@ -161,8 +161,8 @@ fig.tight_layout()
 # ## What it does
 #
 # Per update, more workers are worse: with four, the same rate overshoots at first, since each of
-# them corrects an error that the others have already corrected. Per second, workers that do not wait
-# make more progress, as long as they do not overshoot.
+# them corrects an error that the others have already corrected. Per second, workers that do not
+# wait make more progress, as long as they do not overshoot.
 
 
 # %%
@@ -203,8 +203,8 @@ fig.tight_layout()
 #
 # The merge has both versions of each value: an argument is what the worker had, a read is what is
 # there now. Dividing the rate by the staleness is one line. So is DC-ASGD (Zheng et al., 2017),
-# which estimates how the gradient has changed since, using the squared gradient in place of a second
-# derivative.
+# which estimates how the gradient has changed since, using the squared gradient in place of a
+# second derivative.
 
 # %%
 CORRECTION = 50.0

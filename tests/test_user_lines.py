@@ -14,7 +14,7 @@ from distjax._src.user_lines import (
     SourceFrame,
     calling_line,
     find_line,
-    meeting_line,
+    meeting_lines,
     source_line,
 )
 
@@ -62,7 +62,7 @@ def _halved(x):
 
 def test_the_line_of_the_function_that_has_a_value_where_it_is_used():
     def step(x):
-        y = jnp.exp(x)
+        y = jnp.exp(x)  # made
         z = _halved(y)  # called
         inner = lambda: y * 3  # of its own
         return z, inner()
@@ -71,10 +71,15 @@ def test_the_line_of_the_function_that_has_a_value_where_it_is_used():
     lines = inspect.getsourcelines(step)
     at = lambda text: lines[1] + next(i for i, line in enumerate(lines[0]) if text in line)
     assert source_line(halved).endswith("(_halved)")
-    assert meeting_line([halved], [made], False).startswith(f"{__file__}:{at('# called')} ")
-    assert meeting_line([inner], [made], False).startswith(f"{__file__}:{at('# of its own')} ")
-    assert meeting_line([halved], [], False) == source_line(halved)
-    assert meeting_line([], [made], False) == UNKNOWN
+    makes, uses, own = (
+        f"{__file__}:{at(f'# {text}')} " for text in ("made", "called", "of its own")
+    )
+    used, told = meeting_lines([halved], [made], False)
+    assert used.startswith(uses) and told.startswith(makes)
+    used, told = meeting_lines([inner], [halved], False)
+    assert used.startswith(own) and told.startswith(uses)
+    assert meeting_lines([halved], [], False) == (source_line(halved), UNKNOWN)
+    assert meeting_lines([], [made], False) == (UNKNOWN, source_line(made))
 
 
 def test_a_line_that_nothing_tells():

@@ -91,10 +91,13 @@ def gradient_line(*eqns: JaxprEqn) -> str | None:
     return None
 
 
-def meeting_line(used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient: bool) -> str:
-    """Returns the user's line that uses a value, in the function that has it from where it is made.
+def meeting_lines(
+    used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient: bool
+) -> tuple[str, str]:
+    """Returns the user's lines that use and make a value, in the function that does both.
 
-    A function that is only called with it, such as one that clips, is not to blame for what comes.
+    A function that is only called with it, such as one that clips, is not to blame for what comes,
+    nor one that is called for it, such as a loss.
 
     Args:
       used: the equation that uses it, then those that call the inner functions around it.
@@ -102,17 +105,23 @@ def meeting_line(used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient
       is_gradient: whether that is a gradient, which is made where it is asked for.
     """
     ours, theirs = _user_frames(used, False), _user_frames(made, is_gradient)
-    if not ours:
-        return UNKNOWN
     pairs = list(zip(ours, theirs, strict=False))
     at = next((i for i, (own, other) in enumerate(pairs) if own != other), len(pairs) or len(ours))
     is_same = at < len(pairs) and ours[at][:2] == theirs[at][:2]  # but for the line
     at = at if is_same else max(at - 1, 0)
-    for inner in ours[at + 1 :]:  # a function in that one takes the value from there itself
-        if not inner.function.startswith(f"{ours[at].function}.<locals>."):
+    made_at = str(theirs[min(at, len(theirs) - 1)]) if theirs else UNKNOWN
+    return _line_within(ours, at), made_at
+
+
+def _line_within(frames: list[SourceFrame], at: int) -> str:
+    """Returns the line of a level of a stack, or of a function in that one, which is called."""
+    if at >= len(frames):
+        return str(frames[-1]) if frames else UNKNOWN
+    for inner in frames[at + 1 :]:  # it takes the value from around itself
+        if not inner.function.startswith(f"{frames[at].function}.<locals>."):
             break
         at += 1
-    return str(ours[at])
+    return str(frames[at])
 
 
 def _user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFrame]:

@@ -23,9 +23,22 @@ from distjax._src.check.comparing import (
     largest_change,
     without_quotients,
 )
-from distjax._src.check.locating import Break, Locator, reductions_before
+from distjax._src.check.locating import (
+    Break,
+    Edited,
+    Locator,
+    edits_of,
+    reductions_before,
+)
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Options, Tags
-from distjax._src.check.report import describe, excuse_note, finding, fix_text, padding_finding
+from distjax._src.check.report import (
+    Fix,
+    describe,
+    excuse_note,
+    finding,
+    fix_text,
+    padding_finding,
+)
 from distjax._src.check.runs import Arguments, Change, Rows, Run, TracedStep, Trial
 from distjax._src.context import STATE, Finding, require_strategy
 from distjax._src.diagnostics.explain_step import (
@@ -50,6 +63,7 @@ from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import UNKNOWN
 from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
 
 #: What `lint` finds that running does not show.
@@ -63,8 +77,8 @@ UNSEEN = frozenset(
         "the same random numbers on every replica",
     )
 )
-#: How many fixes are tried.
-_MOST_TRIED = 8
+#: How many fixes are tried: of what is likely, and of lines on the way.
+_MOST_TRIED, _MOST_LINES = 8, 32
 
 
 def check(
@@ -387,7 +401,8 @@ class _Check:
         wrong = [d for d in different if not self._excuse(d)]
         wrong = self._not_by_constants(wrong, several, change)
         nodes = several.recording.nodes, alone.recording.nodes
-        locator = Locator(*nodes, disturbed, self._count)
+        written = {key: value.node for key, value in several.values.items()}
+        locator = Locator(*nodes, disturbed, self._count, written)
         groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
         for d in wrong:
             node = d.value.node
@@ -395,21 +410,32 @@ class _Check:
             if is_rounding and not abs(d.factor - 1) > 0.05:
                 continue
             first = breaks[0] if breaks else None
+            if first is None and node is not None and node.line != UNKNOWN:
+                first = Break(node, None, None, None)  # right on each replica, and not in all
             groups.setdefault(_origin_of(first, d), []).append((first, d))
         lost = groups.pop(None, [])  # whose way could not be followed: with what is known
         if lost:
             groups.setdefault(next(iter(groups), None), []).extend(lost)
-        return [
-            finding(
-                self._name,
-                self._count,
-                [b for b, _ in group if b is not None],
-                [d for _, d in group],
-                self._find_fix(group, several, change),
-                change is not None,
-            )
-            for group in groups.values()
+        all_of_it = [pair for group in groups.values() for pair in group]
+        fixes = [
+            self._find_fix(group, all_of_it, several, change, locator) for group in groups.values()
         ]
+        found = dict[Any, Finding]()
+        told = set[Any]()
+        # A fix that mends more is of the mistake; what else it mends comes of that.
+        pairs = zip(groups.values(), fixes, strict=True)
+        for group, fix in sorted(pairs, key=lambda p: -len(p[1].mended if p[1] else ())):
+            own = {d.key for _, d in group}
+            if own <= told:
+                continue
+            own |= set() if fix is None else fix.mended
+            told |= own
+            breaks = [b for b, _ in group if b is not None]
+            of_it = [d for _, d in all_of_it if d.key in own]
+            found[group[0][1].key] = finding(
+                self._name, self._count, breaks, of_it, fix, change is not None
+            )
+        return [found[d.key] for d in wrong if d.key in found]
 
     def _excuse(self, different: Difference) -> bool:
         """Returns whether a value differs by what is each replica's own, and meant to be."""
@@ -494,22 +520,33 @@ class _Check:
         return [d for d in different if d.key not in keys]
 
     def _find_fix(
-        self, group: Sequence[tuple[Break | None, Difference]], several: Run, change: Change | None
-    ) -> tuple[str, str] | None:
-        """Returns a fix with which nothing of this differs, of a few that are tried; its line."""
+        self,
+        group: Sequence[tuple[Break | None, Difference]],
+        all_of_it: Sequence[tuple[Break | None, Difference]],
+        several: Run,
+        change: Change | None,
+        locator: Locator,
+    ) -> Fix | None:
+        """Returns a fix with which nothing of this differs, of those that are tried."""
         keys = {d.key for _, d in group}
-        tried = _candidates(group, several)[:_MOST_TRIED]
-        nodes = dict.fromkeys(node for nodes, _, _ in tried for node in nodes)
+        wrong = {d.key for d in self._differences(several, self._plain(change))}
+        ends = [d.value.node for _, d in group if d.value.node is not None]
+        tried = [*_candidates(group, several)[:_MOST_TRIED], *locator.repairs(ends)[:_MOST_LINES]]
+        nodes = dict.fromkeys(node for edited in tried for node in edited.nodes)
         if not nodes:
             return None
         edits = {node.place: i for i, node in enumerate(nodes)}
         unchanged = jnp.zeros(len(edits), jnp.int32)
         traced = TracedStep(self._trial, self._options(edits=edits, modes=unchanged))
-        for own, edit, told in tried:
+        for own, edit, told, is_term in tried:
+            if not own:
+                continue
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
-            different = self._compare(traced.run(change, modes), self._plain(change))
-            if not keys.intersection(d.key for d in different):
-                return fix_text(edit, told, own), told.told
+            different = self._differences(traced.run(change, modes), self._plain(change))
+            left = {d.key for d in different}
+            if keys.isdisjoint(left) and left <= wrong:  # what was right still is
+                mended = frozenset(d.key for _, d in all_of_it) - left
+                return Fix(fix_text(edit, told, is_term=is_term), told.told, mended)
         return None
 
     def _plain(self, change: Change | None) -> Run:
@@ -546,42 +583,44 @@ def _origin_of(where: Break | None, different: Difference) -> Any:
     return APART if different.what == APART else where.node.line
 
 
-def _candidates(
-    group: Sequence[tuple[Break | None, Difference]], several: Run
-) -> list[tuple[tuple[Node, ...], str, Node]]:
-    """Returns changes that may mend a step, the likeliest first, and the line to tell of.
-
-    A change is of all values that one line computes: the leaves of a tree of gradients.
-    """
+def _candidates(group: Sequence[tuple[Break | None, Difference]], several: Run) -> list[Edited]:
+    """Returns changes that may mend a step, the likeliest first."""
     breaks = [b for b, _ in group if b is not None]
-    tried: list[tuple[tuple[Node, ...], str, Node]] = []
+    tried = list[Edited]()
     made = [b for b in breaks if b.made_by is not None and b.made_by.is_reduction]
     if made and made[0].made_by is not None:
         first, node = made[0], made[0].made_by
         power = 0 if first.kind is None else first.kind.power
         edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
-        tried += [(_alike(node, several), edit, node) for edit in edits]
+        tried += [Edited(_alike(node, several), edit, node) for edit in edits]
+    merges = [b.node for b in breaks if b.node.is_merge]  # as an optimizer's, or a variable's
+    for edit in ("divided", "multiplied") if merges else ():
+        tried.append(Edited(tuple(dict.fromkeys(merges)), edit, merges[0]))
     rest = [b for b in dict.fromkeys(breaks) if b.came_in is not None and b not in made]
     resized = [b.made_by for b in rest if b.made_by is not None and b.kind and b.kind.power]
-    tried += [(_alike(node, several), "without", node) for node in resized[:1]]
-    equal = tuple(dict.fromkeys(b.equal for b in rest if b.equal is not None))
-    if equal:
-        tried.append((equal, "divided", equal[0]))
+    tried += [Edited(_alike(node, several), "without", node) for node in resized[:1]]
+    terms = tuple(dict.fromkeys(b.term for b in rest if b.term is not None))
+    if terms:
+        told = next((b.term_told for b in rest if b.term_told is not None), terms[0])
+        edit = next(b.term_edit for b in rest if b.term_edit)
+        tried.append(Edited(terms, edit, told, is_term=True))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
-    merges = dict.fromkeys(b.node for b in breaks if b.node.is_merge)
-    if merges:  # what an optimizer, or a variable, reduces
-        given = tuple(x for merge in merges for x in merge.inputs if x.is_part)
-        tried += [(given, edit, next(iter(merges))) for edit in ("divided", "multiplied")]
     if came_in:
-        tried += [(came_in, edit, came_in[0]) for edit in ("averaged", "summed")]
-    if len(rest) == 1:
-        tried += [((x,), "averaged", x) for x in rest[0].suspects[1:]]
-        tried.append((rest[0].suspects, "summed", rest[0].node))
+        made_by = rest[0].made_by or came_in[0]
+        edits = edits_of(rest[0].kind) or ("averaged", "summed")
+        tried += [Edited(came_in, edit, made_by) for edit in edits]
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
     for node in reductions_before(starts)[:2]:
         nodes = _alike(node, several)
-        tried += [(nodes, edit, node) for edit in ("divided", "multiplied", "without")]
-    return list(dict.fromkeys(tried))
+        tried += [Edited(nodes, edit, node) for edit in ("divided", "multiplied", "without")]
+    return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
+
+
+def _editable(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Returns values whose edit is that of others, which cross-replica code computes."""
+    across = [x for node in nodes if node.is_cross or node.is_merge for x in node.inputs]
+    own = (node for node in nodes if not (node.is_cross or node.is_merge))
+    return tuple(dict.fromkeys([*own, *(x for x in across if x.is_part and not x.is_cross)]))
 
 
 def _alike(node: Node | None, several: Run) -> tuple[Node, ...]:

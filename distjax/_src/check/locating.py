@@ -2,7 +2,7 @@
 
 Every value of the R replicas is compared with that of the one. It is *equal* (the same on all
 replicas), *rows* (the replicas' values joined) or a *share* (their sum is the value), times a power
-of R, or an *extreme* (the largest or smallest of them is the value). A line of which all operands
+of R, or its *largest*, or *smallest*, is the value. A line of which all operands
 are one of these and the result is none is where the law breaks; where a result is equal, but R
 times too large, it is the reduction that made it so.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from distjax._src.check.comparing import joined_axis, largest_change, numbers
 from distjax._src.check.replay import ADDS, Node
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
-#: What a maximum, or minimum, over each replica's rows is.
-EXTREME = "extreme"
+#: What a maximum, or minimum, over each replica's rows is; what makes it, and what hands it on.
+LARGEST, SMALLEST = "largest", "smallest"
+_CHOOSES = frozenset("reduce_max reduce_min reduce_and reduce_or".split())
+_HANDS_ON = frozenset("and or not reshape squeeze broadcast_in_dim convert_element_type".split())
 #: How much of the largest element is rounding.
 _TOLERANCE = 2e-3
 
@@ -30,7 +32,7 @@ class Kind:
     """What a value of R replicas is to that of one.
 
     Attributes:
-      form: EQUAL, ROWS, SHARE or EXTREME.
+      form: EQUAL, ROWS, SHARE, LARGEST or SMALLEST.
       power: it is R to this power too large.
     """
 
@@ -50,8 +52,12 @@ class Break:
     Attributes:
       node: the result that is none of the kinds, or of the wrong size.
       came_in: the operand that is to blame; None: none is.
-      suspects: all operands that may be.
-      equal: what is equal on all replicas, and added to a share, there or in the gradient.
+      is_early: whether that operand, or a gradient computed from it, is reduced later: this line
+        uses it too early.
+      term: what is added there, or in the gradient, and does not fit the other: a value that is
+        equal on all replicas does not fit a share, nor a share a mean.
+      term_edit: what would make it fit; "": there is none.
+      term_told: the same value in the forward pass, whose line is told.
       kind: what this operand is.
       made_by: what computed it: a reduction, if there is one.
     """
@@ -60,8 +66,26 @@ class Break:
     came_in: Node | None
     kind: Kind | None
     made_by: Node | None
-    suspects: tuple[Node, ...] = ()
-    equal: Node | None = None
+    is_early: bool = False
+    term: Node | None = None
+    term_edit: str = ""
+    term_told: Node | None = None
+
+
+class Edited(NamedTuple):
+    """A change of a step that may mend it.
+
+    Attributes:
+      nodes: the values that are changed: all that one line computes, as of a tree of gradients.
+      edit: how, one of `replay.EDITS`.
+      told: the value whose line is told.
+      is_term: whether it does not fit what it is added to.
+    """
+
+    nodes: tuple[Node, ...]
+    edit: str
+    told: Node
+    is_term: bool = False
 
 
 class Locator:
@@ -74,6 +98,7 @@ class Locator:
         leaves nothing but these. (The gradient of a bias in front of a batch norm is zero but for
         rounding, and Adam makes a step of it.)
       num_replicas: R.
+      written: what the step leaves in variables, which the next step reads.
     """
 
     def __init__(
@@ -82,7 +107,9 @@ class Locator:
         alone: Sequence[Node],
         disturbed: Sequence[Any],
         num_replicas: int,
+        written: Mapping[Any, Node | None],
     ):
+        self._written = written
         self._disturbed = dict(zip((n.place for n in alone), disturbed, strict=True))
         self._mates: Mapping[Any, Node] = {node.place: node for node in alone}
         self._count = num_replicas
@@ -100,9 +127,12 @@ class Locator:
         if node.value is None or mate is None or mate.value is None:
             return None
         ours, theirs = numbers(node.value), numbers(mate.value)
-        ours = ours if node.varying else np.broadcast_to(ours, (self._count, *ours.shape))
+        # Cross-replica code may take the values of all replicas for one array.
+        is_own = node.varying or ours.shape == (self._count, *theirs.shape) != theirs.shape
+        ours = ours if is_own else np.broadcast_to(ours, (self._count, *ours.shape))
         theirs = theirs[0] if mate.varying else theirs
-        if ours.dtype == bool:
+        is_truth = ours.dtype == bool  # of which a few are soon a sum by chance
+        if is_truth:
             ours, theirs = ours.astype(np.int8), theirs.astype(np.int8)
         if not np.issubdtype(ours.dtype, np.number):
             return None
@@ -113,13 +143,22 @@ class Locator:
             rows = ours.reshape(self._count, -1)
             if _close(rows, rows[:1], floor):
                 found += (Kind(EQUAL, p) for p in self._powers(ours[0], theirs, floor))
-            found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs, floor))
-            extremes = () if found else (ours.max(0), ours.min(0))
-            found += [Kind(EXTREME) for x in extremes if _close(x, theirs, floor)][:1]
+            if not is_truth:
+                found += (Kind(SHARE, p) for p in self._powers(ours.sum(0), theirs, floor))
+            if not found and self._may_be_extreme(node):
+                extremes = (LARGEST, ours.max(0)), (SMALLEST, ours.min(0))
+                found += [Kind(form) for form, x in extremes if _close(x, theirs, floor)]
         elif (axis := joined_axis(ours, theirs)) is not None:
             joined = np.concatenate(list(ours), axis)
             found += (Kind(ROWS, p) for p in self._powers(joined, theirs, floor))
         return tuple(found)
+
+    def _may_be_extreme(self, node: Node) -> bool:
+        """Returns whether a value may be a maximum or minimum by more than chance."""
+        if node.name not in _HANDS_ON:
+            return node.name in _CHOOSES
+        forms = {kind.form for x in node.inputs for kind in self.kinds(x) or ()}
+        return not forms.isdisjoint((LARGEST, SMALLEST))
 
     def _powers(self, ours: np.ndarray, theirs: np.ndarray, floor: float) -> Iterable[int]:
         for power in (0, 1, -1, 2, -2):
@@ -176,9 +215,10 @@ class Locator:
                 own = self._break_at(node)
                 if own.came_in is not None and not self._is_rounding(node):
                     found.append(own)
-        is_alike = lambda own: (own.equal is None) == (where.equal is None)
+        is_alike = lambda own: own.term_edit == where.term_edit
         own = next(filter(is_alike, found), next(iter(found), where))
-        return dataclasses.replace(own, equal=where.equal or own.equal)
+        term, edit = where.term or own.term, where.term_edit or own.term_edit
+        return dataclasses.replace(own, term=term, term_edit=edit, term_told=own.term)
 
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
@@ -191,25 +231,42 @@ class Locator:
         return bool(kinds) and all(k is not None and any(x.is_right for x in k) for k in kinds)
 
     def _break_at(self, node: Node) -> Break:
-        suspects = []
-        for x in node.inputs:
-            kinds = self.kinds(x) or ()
-            if kinds and not _may_be_right(kinds):
-                kind = kinds[0]
-                # A wrong size is worse than a share, which is worse than rows.
-                rank = (kind.power == 0 or kind.form != EQUAL, kind.form == ROWS)
-                suspects.append((rank, len(suspects), x, kind))
+        known = [(x, self.kinds(x) or ()) for x in node.inputs]
+        suspects = [(x, kinds[0]) for x, kinds in known if kinds and not _may_be_right(kinds)]
         if not suspects:
             return Break(node, None, None, None)
-        _, _, came_in, kind = min(suspects, key=lambda s: s[:2])
-        others = tuple(x for _, _, x, _ in sorted(suspects, key=lambda s: s[:2]))
-        equal = next((x for x in node.inputs if x not in others), None)
-        equal = equal if node.name in ADDS and kind.form == SHARE else None
-        return Break(node, came_in, kind, self._origin(came_in, (kind,)), others, equal)
+        # A wrong size is worse than a share, which is worse than rows; and of a quotient of shares
+        # what divides is to be whole.
+        by_rank = lambda s: (s[1].power == 0 or s[1].form != EQUAL, s[1].form == ROWS)
+        came_in, kind = min(suspects[:: -1 if node.name == "div" else 1], key=by_rank)
+        made_by = self._origin(came_in, (kind,))
+        term, edit = None, ""
+        if node.name in ADDS and len(suspects) < len(node.inputs) and kind.form == SHARE:
+            fitting = {x for x, _ in suspects}
+            term, edit = next(x for x in node.inputs if x not in fitting), "divided"
+        elif node.name in ADDS and len(suspects) == 2:
+            (a, of_a), (b, of_b) = suspects
+            if of_a.form == of_b.form and abs(of_a.power - of_b.power) == 1:
+                term, edit = (a if of_a.power < of_b.power else b), "multiplied"
+        is_early = self._is_early(node, came_in)
+        return Break(node, came_in, kind, made_by, is_early, term, edit)
+
+    def _is_early(self, where: Node, came_in: Node) -> bool:
+        """Returns whether an operand, or what is computed there of a gradient, is reduced later."""
+        reached, shape = {where}, np.shape(came_in.value)
+        for node in self._order:  # each comes after its inputs
+            if node.is_reduction and came_in in node.inputs:
+                return True
+            if node.is_backward or not came_in.is_backward or reached.isdisjoint(node.inputs):
+                continue
+            if node.is_reduction and any(np.shape(x.value) == shape for x in node.inputs):
+                return True
+            reached.add(node)
+        return False
 
     def _origin(self, node: Node, kinds: Sequence[Kind]) -> Node:
         """Returns what made a value such: the reduction behind it, or the value itself."""
-        wanted, at = set(kinds), node
+        wanted, at, followed = set(kinds), node, set[Any]()
         while not at.is_reduction:
             if (mean := next((x for x in at.inputs if _is_total_of(x, at)), None)) is not None:
                 return mean
@@ -220,9 +277,55 @@ class Locator:
                 if not _may_be_right(k) and (wanted.intersection(k) or any(map(_is_off, k)))
             ]
             if not before:
-                return node if at is node else at
+                written = None if at.variable in followed else self._written.get(at.variable)
+                if written is None or _may_be_right(kinds := self.kinds(written) or ()):
+                    return at
+                followed.add(at.variable)
+                wanted, at = set(kinds), written
+                continue
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
+
+    def repairs(self, nodes: Iterable[Node]) -> list[Edited]:
+        """Returns changes of what values are computed from that make it that of one replica.
+
+        A change is of all that one line computes of one kind (the leaves of a tree of gradients),
+        but for what is only used there; the first line, where such a value is made, comes first.
+        """
+        ahead, upstream = list(nodes), set[Node]()
+        while ahead:
+            node = ahead.pop()
+            if node not in upstream:
+                upstream.add(node)
+                ahead += node.inputs
+        by_line: dict[tuple[str, str], list[Node]] = {}
+        for node in sorted(upstream, key=lambda x: self._order.get(x, -1)):
+            kinds = self.kinds(node) or ()
+            if kinds and not (_may_be_right(kinds) or node.is_cross):
+                for edit in edits_of(kinds[0]):
+                    by_line.setdefault((node.told, edit), []).append(node)
+        found = list[Edited]()
+        for (_, edit), own in by_line.items():
+            used = {x for node in own for x in node.inputs}
+            last = tuple(node for node in own if node not in used)
+            found.append(Edited(last, edit, last[-1]))
+        return found
+
+
+#: How a value of a kind is made that of one replica, the likeliest first: of `replay.EDITS`.
+_REPAIRS = {
+    Kind(SHARE, 1): ("averaged", "summed"),
+    Kind(EQUAL, 1): ("divided",),
+    Kind(EQUAL, -1): ("multiplied",),
+    Kind(LARGEST): ("the largest",),
+    Kind(SMALLEST): ("the smallest",),
+}
+
+
+def edits_of(kind: Kind | None) -> tuple[str, ...]:
+    """Returns what may make a value of a kind that of one replica, the likeliest first."""
+    is_share = kind is None or kind.form == SHARE  # its mean, too, where it is divided by another
+    return _REPAIRS.get(kind or Kind(SHARE), ("summed", "averaged") if is_share else ())
 
 
 def _is_total_of(reduction: Node, node: Node) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from distjax._src.replica.analysis import MERGE_NAME
 from distjax._src.replica.emit import JaxprEmitter, OneDevice
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import INSTALLED
+from distjax._src.variables.state import variable_p
 from distjax.errors import UnsupportedError, message
 
 #: Primitives that draw as many numbers, or keys, as their parameter `shape` says.
@@ -65,6 +68,8 @@ class Node:
       varying: whether `value` is [R, ...].
       eqns: the equation that computes it, then those that call the functions around it.
       index: of a branch, the number of the one that is taken, of which each computes an input.
+      variable: the one that was read, if it is what a variable holds at the start.
+      is_cross: whether cross-replica code computes it, where nothing can be edited.
       value: the value, once the step has run; None for a PRNG key.
     """
 
@@ -75,6 +80,8 @@ class Node:
     literals: tuple[Any, ...] = ()
     eqns: tuple[JaxprEqn, ...] = ()
     index: Node | None = None
+    variable: Any = None
+    is_cross: bool = False
     value: Any = None
 
     @property
@@ -117,7 +124,10 @@ class Node:
 #: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
 #: it says how: the number of one of `EDITS`.
 Edits = Mapping[tuple[Place, int], int]
-EDITS = ("as it is", "divided", "multiplied", "without", "averaged", "summed")
+EDITS = (
+    *("as it is", "divided", "multiplied", "without", "averaged", "summed"),
+    *("the largest", "the smallest"),
+)
 #: Primitives that add.
 ADDS = frozenset(("add", "sub", "add_any"))
 
@@ -173,6 +183,7 @@ class Recording:
         self.values: list[Any] = []  # of `nodes`, in the trace
         self.used_constants: dict[str, float] = {}
         self.trace = jax_compat.current_trace()
+        self.num_reduced = 0  # by the user's cross-replica code
         self._counts: Counter[tuple[str, str]] = Counter()
         self._draw_places: dict[int, tuple[JaxprEqn, Place]] = {}
         self._node_of: dict[int, tuple[Any, Node]] = {}
@@ -210,15 +221,59 @@ class Recording:
 
     def node_of(self, value: GlobalValue) -> Node:
         """Returns the node of a global value; one without inputs for what was not kept."""
-        array, known = value.array, self.node_at(value.array)
-        if known is not None:
-            return known
+        known = self.node_at(value.array)
+        return known or self._add(value.array, (), value.varying)
+
+    def node_behind(self, array: PyTree) -> Node | None:
+        """Returns the node of what cross-replica code computes, with those on the way to it."""
+        pending = [array]
+        while pending:
+            last = pending[-1]
+            eqn = jax_compat.equation_of(last)
+            before = [] if eqn is None else list(eqn.in_tracers)
+            missing = [x for x in before if self.node_at(x) is None]
+            if self.node_at(last) is None and missing:
+                pending += missing
+                continue
+            pending.pop()
+            if self.node_at(last) is None and eqn is not None:
+                self._add(last, tuple(n for n in map(self.node_at, before) if n is not None), False)
+            elif self.node_at(last) is None:
+                self._add(last, (), False)
+        return self.node_at(array)
+
+    def _add(self, array: PyTree, inputs: tuple[Node, ...], varying: bool) -> Node:
+        """Keeps a value that no replica computes: of an argument, or of cross-replica code."""
         eqn = jax_compat.equation_of(array)
-        line = user_lines.UNKNOWN if eqn is None else user_lines.source_line(eqn)
-        node = Node(((line, "argument", len(self.nodes)), 0), (), varying=value.varying)
+        line, name, number = user_lines.UNKNOWN, "argument", 0
+        if eqn is not None:
+            line, name = user_lines.source_line(eqn), eqn.primitive.name
+            number = jax_compat.output_number(array, eqn)
+        place = self._count((line, name)), number
+        node = Node(place, inputs, varying=varying, is_cross=True)
+        if eqn is not None and eqn.primitive is variable_p:
+            node.variable = eqn.params["variable"]()
         self.keep(node, array)
         self.record(array, node, self.tags_of(array))
         return node
+
+    def on_reduced(
+        self, op: str, values: Sequence[GlobalValue], outs: Sequence[Any], topology: Topology
+    ) -> None:
+        """Keeps what the user's cross-replica code has reduced: that of a merge of ours is none."""
+        if not self.keeps or jax_compat.current_trace() is not self.trace:
+            return
+        frames = itertools.takewhile(lambda f: not _is_merging(f), user_lines.calling_frames())
+        line = user_lines.find_line(f for f in frames if not f.file.startswith(INSTALLED))
+        if line is None:
+            return
+        self.num_reduced += 1
+        for value, out in zip(values, outs, strict=True):
+            tags, given = self.tags_of(value.array), self.node_of(value)
+            place = self._count((line, f"the {op.lower()} over the replicas")), 0
+            node = Node(place, (given,), is_reduction=True, varying=False, is_cross=True)
+            self.keep(node, out)
+            self.record(out, node, tags)
 
     def node_at(self, array: PyTree) -> Node | None:
         """Returns the node of a global value, looking through constraints; None: not kept."""
@@ -328,8 +383,11 @@ class _RecordingEmitter(JaxprEmitter):
     def emit_merging(self, eqn: JaxprEqn, ins: list[GlobalValue]) -> list[GlobalValue]:
         """Evaluates one equation that is or contains a merge."""
         recording, is_merge = self._recording, "merge" in eqn.params
+        before = recording.num_reduced
         outs = super().emit_merging(eqn, ins)
         if not recording.keeps or jax_compat.current_trace() is not recording.trace:
+            return outs
+        if is_merge and recording.num_reduced > before:  # the nodes are those of its own lines
             return outs
         tags = NO_TAGS.union(*(recording.tags_of(x.array) for x in ins))
         place, given = recording.place(eqn), tuple(map(recording.node_of, ins))
@@ -339,13 +397,17 @@ class _RecordingEmitter(JaxprEmitter):
             number, count = recording.edits.get((place, i)), self.topology.num_replicas
             if number is not None:
                 x = out.array
-                of_mode = (x, x / count, x * count, x, x, x)
+                of_mode = (x, x / count, x * count, *[x] * (len(EDITS) - 3))
                 out = out._replace(array=_chosen(recording.modes[number], of_mode, x))
                 outs[i] = out
             node = Node((place, i), given, is_merge, out.varying)
             recording.keep(node, out.array)
             recording.record(out.array, node, tags)
         return outs
+
+
+def _is_merging(frame: user_lines.SourceFrame) -> bool:
+    return frame.function == _RecordingEmitter.emit_merging.__qualname__
 
 
 class _Kept:
@@ -595,7 +657,11 @@ class _Evaluator(OneDevice):
         count, total = self.num_replicas, lax.psum(out, self.axis_name)
         operand = ins[i] if i < len(ins) else out
         operand = operand if jnp.shape(operand) == jnp.shape(out) else out
-        of_mode = (out, out / count, out * count, operand, total / count, total)
+        extremes = out, out
+        if not jnp.issubdtype(jnp.result_type(out), jnp.complexfloating):
+            as_number = out.astype(jnp.int32) if out.dtype == bool else out
+            extremes = (f(as_number, self.axis_name) for f in (lax.pmax, lax.pmin))
+        of_mode = (out, out / count, out * count, operand, total / count, total, *extremes)
         return _chosen(self._recording.modes[number], of_mode, out)
 
 

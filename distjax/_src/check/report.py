@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distjax._src import user_lines
 from distjax._src.check.comparing import Difference
-from distjax._src.check.locating import EQUAL, EXTREME, ROWS, SHARE, Break, Kind
+from distjax._src.check.locating import EQUAL, LARGEST, ROWS, SHARE, SMALLEST, Break, Kind
 from distjax._src.check.replay import DRAWS, Node, Tags
 from distjax._src.context import Finding
 from distjax._src.user_lines import UNKNOWN
@@ -25,22 +26,36 @@ _ADVICE = "reduce sums and counts, and compute what is not linear from the total
 _LEVELS = ("error", "warning", "note")
 
 
-def fix_text(edit: str, node: Node, nodes: Sequence[Node] = ()) -> str:
-    """Returns a fix that was tried with success, in words.
+class Fix(NamedTuple):
+    """A change of a step that was tried with success.
 
-    Args:
-      edit: one of `replay.EDITS`.
-      node: the value whose line is told.
-      nodes: all values that are edited.
+    Attributes:
+      text: in words.
+      line: whose value it changes.
+      mended: the keys of all that does not differ with it.
     """
+
+    text: str
+    line: str
+    mended: frozenset[Any]
+
+
+def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
+    """Returns a fix that was tried with success, in words; see `locating.Edited`."""
     line = node.line
     what = f"what {node.told} computes" + ("" if node.is_backward else f" ({node.name})")
-    if len(nodes) > 1 and node not in nodes:
-        what = f"each operand of the {node.name} at {line}"
-    if edit == "divided" and not node.is_reduction:
+    if is_term and edit == "divided":
         return (
             f"(...) / ctx.num_replicas_in_sync of the term that {line} adds, which is equal on "
             "all replicas; or the term added after the sum over the replicas"
+        )
+    if edit == "divided" and not node.is_reduction:
+        return f"(...) / ctx.num_replicas_in_sync of {what}, which is R times too large"
+    if edit == "multiplied" and not node.is_reduction:
+        of = "a share of the whole batch's mean beside a mean of this replica's rows"
+        of = of if is_term else "as a number of this replica's rows is of that of all"
+        return (
+            f"ctx.num_replicas_in_sync * (...) of {what}, which is 1 / R of what it has to be, {of}"
         )
     return {
         "divided": f"a mean in place of the sum at {line}: {_MEANS}",
@@ -48,6 +63,8 @@ def fix_text(edit: str, node: Node, nodes: Sequence[Node] = ()) -> str:
         "without": f"no {node.name} at {line}: its operand as it is",
         "averaged": f"the mean over the replicas of {what}: {_MEANS}",
         "summed": f"the sum over the replicas of {what}: {_SUMS}",
+        "the largest": f"the largest over the replicas of {what}: jax.lax.pmax(x, axis)",
+        "the smallest": f"the smallest over the replicas of {what}: jax.lax.pmin(x, axis)",
     }[edit]
 
 
@@ -56,16 +73,14 @@ def finding(
     count: int,
     breaks: Sequence[Break],
     wrong: Sequence[Difference],
-    fix: tuple[str, str] | None,
+    fix: Fix | None,
     is_redrawn: bool,
 ) -> Finding:
-    """Returns the finding for values that differ, which one line makes wrong.
-
-    `fix` is what was tried with success, and its line.
-    """
+    """Returns the finding for values that differ, which one line makes wrong."""
     where = _clearest(breaks)
     line, lines = _line_of(where)
-    line = fix[1] if fix and line == UNKNOWN else line
+    if fix is not None and line == UNKNOWN:
+        line = fix.line
     names = ", ".join(_named(d) for d in wrong[:4]) + (
         f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     )
@@ -76,7 +91,7 @@ def finding(
         f"{name} needs to compute the same for {count} replicas as for one with the whole batch",
         got=got,
         why="; ".join(lines) if lines else "the numbers would depend on how many devices there are",
-        fix=fix[0] if fix else _usual_fix(where),
+        fix=fix.text if fix else _usual_fix(where),
     )
     return Finding("error", RULE, text, line)
 
@@ -144,20 +159,27 @@ def _line_of(where: Break | None) -> tuple[str, list[str]]:
         if made is not node:
             lines.append(f"made by {made.name} at {made.line}")
         return (first if made.line == UNKNOWN else made.line), lines
-    if where.equal is not None:
+    if where.term is not None:
         lines.append(
             "it adds a value that is equal on all replicas to each replica's own share of "
             "a sum, which counts it R times"
+            if where.term_edit == "divided"
+            else "it adds values of which one is R times as large as the other, beside those of "
+            "one replica: a mean of each replica's rows, and a share of the whole batch's"
         )
         return first, lines
-    met = user_lines.meeting_line(node.eqns, made.eqns, made.is_backward)
-    if met != UNKNOWN and met.split(" (")[0] != first.split(" (")[0]:
-        lines[0] += f", called at {met}"
-    if made.told not in (first, UNKNOWN):
-        lines.append(f"nothing reduces {_kind_text(kind)} between {made.told} and this line")
-    else:
+    if node.is_merge:
+        lines.append(f"it reduces {_kind_text(kind)}, made at {made.told}")
+        return first, lines
+    used, told = user_lines.meeting_lines(node.eqns, made.eqns, made.is_backward)
+    if used not in (UNKNOWN, first):
+        lines[0] += f", called at {used}"
+    if kind.form == ROWS or told in (first, UNKNOWN):
         lines.append(f"it takes {_kind_text(kind)}")
-    return (first if met == UNKNOWN else met), lines
+        return (first if used == UNKNOWN else used), lines
+    how = "before it is reduced" if where.is_early else "which nothing reduces"
+    lines.append(f"it takes {_kind_text(kind)}, made at {told}, {how}")
+    return (used if where.is_early and used != UNKNOWN else told), lines
 
 
 def _kind_text(kind: Kind) -> str:
@@ -168,7 +190,8 @@ def _kind_text(kind: Kind) -> str:
         EQUAL: "a value that is equal on all replicas",
         ROWS: "each replica's own rows",
         SHARE: "each replica's own share of a sum",
-        EXTREME: "the largest, or smallest, of each replica's own rows",
+        LARGEST: "the largest of each replica's own rows",
+        SMALLEST: "the smallest of each replica's own rows",
     }[kind.form]
     return what + (size if kind.form == EQUAL else "")
 

@@ -440,15 +440,19 @@ class TracedStep:
             for x in (x for x, is_own in zip(leaves, own, strict=True) if is_own):
                 recording.record(x.stacked, None, frozenset((OWN_VALUES,)))
         listening = hooks.listening(
-            (hooks.emitters, recording.make_emitter), (hooks.on_finding, hear), is_dry_run=True
+            (hooks.emitters, recording.make_emitter),
+            (hooks.on_reduced, recording.on_reduced),
+            (hooks.on_finding, hear),
+            is_dry_run=True,
         )
         with listening:
             returned = emit(fn, state, args, kwargs)
         is_result = lambda x: is_array(x) or isinstance(x, AlreadyPlaced)
         arrays = list(map(_array_of, PartitionedTree(returned, is_result).leaves))
-        self._known = [(recording.node_at(x), recording.tags_of(x)) for x in arrays]
         written = [state.read(v) for v in state.written]
-        self._written = [(recording.node_at(x), recording.tags_of(x)) for x in written]
+        node_of = recording.node_behind if recording.keeps else recording.node_at
+        self._known = [(node_of(x), recording.tags_of(x)) for x in arrays]
+        self._written = [(node_of(x), recording.tags_of(x)) for x in written]
         kept = tuple(x for x in recording.values if x is not None)
         return returned, kept, list(recording.answers.values())
 

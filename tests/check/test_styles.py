@@ -118,6 +118,23 @@ def make_variables(strategy, **options):
         return {k: dj.Variable(v, name=k, **options) for k, v in params().items()}
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_optimizer_that_accumulates(strategy, weighted):
+    with strategy.scope():
+        variables = make_variables(strategy)
+        options = {"reduce_op": "mean", "accumulate_steps": 2, "weighted": weighted}
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), **options)
+        optimizer.init([*variables.values()])
+
+    def step(x, y):
+        values = {k: v.value for k, v in variables.items()}
+        grads = jax.grad(loss_of)(values, x, y)
+        weight = {"weight": jnp.float32(len(x))} if weighted else {}
+        optimizer.apply_gradients([(grads[k], v) for k, v in variables.items()], **weight)
+
+    assert is_right(step, *batch_of(strategy), strategy=strategy)
+
+
 @both
 def test_variables_with_an_optimizer(strategy, op, right):
     with strategy.scope():

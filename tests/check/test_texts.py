@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -10,6 +11,8 @@ import distjax as dj
 from tests.check import problem
 from tests.check.problem import (
     RULE,
+    X,
+    Y,
     batch_of,
     descend,
     finding_of,
@@ -171,6 +174,110 @@ def test_a_square_root_of_a_local_mean(strategy):
 
     found = find(strategy, step)
     assert is_at(found, __file__, "the root")
+
+
+def test_a_count_of_a_replica_s_own_in_a_quotient(strategy):
+    """The numerator may be a share; what it is divided by is to be that of all."""
+
+    def step(params, x, y):
+        positives = jnp.sum(jnp.abs(y))  # counts its own
+
+        def loss(p):
+            return jnp.sum((x @ p["w"] + p["b"] - y) ** 2) / positives
+
+        return descend(params, lax.pmean(jax.grad(loss)(params), AXIS))
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "counts its own")
+    where = f"{line_of(__file__, 'counts its own')} "
+    assert f"Fix: the mean over the replicas of what {where}" in found.text
+
+
+def test_a_decision_by_one_replica_s_rows(strategy):
+    def step(params, x, y):
+        is_small = jnp.all(jnp.abs(y) < 1)  # of its own
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        kept = jax.tree.map(lambda g: jnp.where(is_small, g, 0.0), grads)
+        return descend(params, kept)
+
+    assert (np.abs(Y.reshape(4, 2)) < 1).all(1).any(), "one replica decides otherwise"
+    found = find(strategy, step)
+    assert is_at(found, __file__, "of its own")
+    assert "the smallest over the replicas of" in found.text and "lax.pmin" in found.text
+
+
+def test_a_share_beside_a_mean(strategy):
+    def step(params, x, y):
+        def loss(p):
+            penalty = jnp.sum(jnp.abs(x @ p["w"])) / len(X)
+            return loss_of(p, x, y) + 0.5 * penalty  # adds a share
+
+        return descend(params, lax.pmean(jax.grad(loss)(params), AXIS))
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "adds a share")
+    assert "it adds values of which one is R times as large as the other" in found.text
+    assert "Fix: ctx.num_replicas_in_sync * (...) of what " in found.text
+
+
+def test_a_reduction_in_cross_replica_code(strategy):
+    def gradients(params, x, y):
+        return jax.grad(loss_of)(params, x, y)
+
+    def step(params, x, y):
+        grads = strategy.run(gradients, args=(params, x, y))
+        return descend(params, strategy.reduce("sum", grads))  # sums in the open
+
+    found = finding_of(step, params(), *batch_of(strategy))
+    line = line_of(__file__, "sums in the open")
+    assert is_at(found, __file__, "sums in the open")
+    assert f"Fix: a mean in place of the sum at {line}" in found.text
+
+
+def test_a_reduction_in_a_merge(strategy):
+    def merge(strategy, grads):
+        return strategy.reduce("sum", grads)  # sums in a merge
+
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        grads = dj.get_replica_context().merge_call(merge, args=(grads,))
+        return descend(params, grads)
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "sums in a merge")
+    assert "Fix: a mean in place of the sum at " in found.text
+
+
+def test_what_comes_of_a_mistake_is_no_finding_of_its_own(strategy):
+    with strategy.scope():
+        options = {"trainable": False, "aggregation": dj.VariableAggregation.SUM}
+        count = dj.Variable(jnp.float32(1), name="count", **options)
+
+    def step(params, x, y):
+        rate = 0.1 / count.value
+        count.assign_add(jnp.float32(1))  # counts R times
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        return jax.tree.map(lambda p, g: p - rate / count.value * g, params, grads)
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "counts R times")
+    assert "variable 'count' differs" in found.text and "['w'] differs" in found.text
+
+
+def test_a_state_that_the_next_step_reads(strategy):
+    """Its components are right in the mean; the step that reads them shows that they are not."""
+    with strategy.scope():
+        options = {"trainable": False, "aggregation": dj.VariableAggregation.MEAN}
+        on_read = dj.VariableSynchronization.ON_READ
+        center = dj.Variable(jnp.zeros(3), name="center", synchronization=on_read, **options)
+
+    def step(params, x, y):
+        grads = jax.grad(loss_of)(params, jnp.tanh(x - center.value), y)
+        center.assign(x.mean(0))  # of a part
+        return descend(params, lax.pmean(grads, AXIS))
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "of a part")
 
 
 def test_statistics_of_a_replica_s_own_rows(strategy):

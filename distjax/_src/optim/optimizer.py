@@ -78,7 +78,8 @@ class Accumulation:
     ):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
         # Without synchronization there is one sum, of gradients that are already reduced.
-        is_mean = op is ReduceOp.MEAN and extended.placement.synchronizes
+        # Weighted means are quotients of sums, which do not depend on the number of replicas.
+        is_mean = op is ReduceOp.MEAN and extended.placement.synchronizes and not weighted
         self._aggregation = VariableAggregation.MEAN if is_mean else VariableAggregation.SUM
         self._devices = extended.non_slot_devices(variables)
         split = [reduction_layout(extended, v).local_form.is_split for v in variables]
@@ -97,7 +98,7 @@ class Accumulation:
                 name="accumulated_weight",
                 trainable=False,
                 synchronization=VariableSynchronization.ON_READ,
-                aggregation=VariableAggregation.MEAN,  # as the gradients are reduced
+                aggregation=VariableAggregation[("MEAN", "SUM")[op is ReduceOp.MEAN]],
             )
 
     def _make_accumulator(self, variable: Variable, split: bool) -> Variable:
@@ -162,7 +163,10 @@ class Accumulation:
             sums = self._reduce_some(self.accumulators, reduce, first=False)
             divisor = count
             if self.weight is not None:  # without any weight, the gradients are zeros: 0 / 1
-                divisor = jnp.where(self.weight.value == 0, 1, self.weight.value)
+                own = self.weight.value
+                if self.weight.aggregation is VariableAggregation.SUM:
+                    own = own / self._extended.num_replicas  # as the gradients are reduced
+                divisor = jnp.where(own == 0, 1, own)
                 self.weight.assign(jnp.float32(0))
             means = (total / divisor.astype(total.dtype) for total in sums)
             of_grads = (_mean_dtype(d, s) for d, s in zip(dtypes, sums, strict=True))

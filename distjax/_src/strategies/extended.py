@@ -151,7 +151,8 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices of this process that hold variables."""
-        return self.topology.local_devices
+        # Those that an optimizer keeps, also where `dj.check` lets other replicas stand in.
+        return (self._topology or self.topology).local_devices
 
     def call_for_each_replica(
         self,

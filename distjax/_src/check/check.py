@@ -78,7 +78,7 @@ UNSEEN = frozenset(
     )
 )
 #: How many fixes are tried: of what is likely, and of lines on the way.
-_MOST_TRIED, _MOST_LINES = 8, 32
+_MOST_TRIED, _MOST_LINES = 12, 32
 
 
 def check(
@@ -583,22 +583,21 @@ def _origin_of(where: Break | None, different: Difference) -> Any:
     return APART if different.what == APART else where.node.line
 
 
+#: How a reduction is made a mean in place of a sum, or a sum in place of a mean.
+_RESIZED = ("divided", "multiplied")
+
+
 def _candidates(group: Sequence[tuple[Break | None, Difference]], several: Run) -> list[Edited]:
     """Returns changes that may mend a step, the likeliest first."""
-    breaks = [b for b, _ in group if b is not None]
-    tried = list[Edited]()
-    made = [b for b in breaks if b.made_by is not None and b.made_by.is_reduction]
-    if made and made[0].made_by is not None:
-        first, node = made[0], made[0].made_by
-        power = 0 if first.kind is None else first.kind.power
-        edits = ("divided", "without") if power > 0 else ("multiplied", "without", "divided")
-        tried += [Edited(_alike(node, several), edit, node) for edit in edits]
+    breaks = list(dict.fromkeys(b for b, _ in group if b is not None))
+    made = {b: b.made_by for b in breaks if b.made_by is not None and b.made_by.is_reduction}
+    rest = [b for b in breaks if b.came_in is not None and b not in made]
     merges = [b.node for b in breaks if b.node.is_merge]  # as an optimizer's, or a variable's
-    for edit in ("divided", "multiplied") if merges else ():
-        tried.append(Edited(tuple(dict.fromkeys(merges)), edit, merges[0]))
-    rest = [b for b in dict.fromkeys(breaks) if b.came_in is not None and b not in made]
-    resized = [b.made_by for b in rest if b.made_by is not None and b.kind and b.kind.power]
-    tried += [Edited(_alike(node, several), "without", node) for node in resized[:1]]
+    tried = [
+        Edited(_alike(node, several), edit, node)
+        for node in dict.fromkeys([*made.values(), *merges])
+        for edit in _RESIZED
+    ]
     terms = tuple(dict.fromkeys(b.term for b in rest if b.term is not None))
     if terms:
         told = next((b.term_told for b in rest if b.term_told is not None), terms[0])
@@ -606,13 +605,11 @@ def _candidates(group: Sequence[tuple[Break | None, Difference]], several: Run) 
         tried.append(Edited(terms, edit, told, is_term=True))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
     if came_in:
-        made_by = rest[0].made_by or came_in[0]
-        edits = edits_of(rest[0].kind) or ("averaged", "summed")
-        tried += [Edited(came_in, edit, made_by) for edit in edits]
+        told, edits = rest[0].made_by or came_in[0], edits_of(rest[0].kind)
+        tried += [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
     for node in reductions_before(starts)[:2]:
-        nodes = _alike(node, several)
-        tried += [Edited(nodes, edit, node) for edit in ("divided", "multiplied", "without")]
+        tried += [Edited(_alike(node, several), edit, node) for edit in _RESIZED]
     return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
 
 

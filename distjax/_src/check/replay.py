@@ -124,10 +124,7 @@ class Node:
 #: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
 #: it says how: the number of one of `EDITS`.
 Edits = Mapping[tuple[Place, int], int]
-EDITS = (
-    *("as it is", "divided", "multiplied", "without", "averaged", "summed"),
-    *("the largest", "the smallest"),
-)
+EDITS = ("as it is", "divided", "multiplied", "averaged", "summed", "the largest", "the smallest")
 #: Primitives that add.
 ADDS = frozenset(("add", "sub", "add_any"))
 
@@ -477,9 +474,7 @@ class _Evaluator(OneDevice):
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         outs = self._evaluated(eqn, ins)
         own = self._edits_inside.get(id(eqn), {}) if self._is_inside else {}
-        return [
-            self._as_edited(own[i], i, out, ins) if i in own else out for i, out in enumerate(outs)
-        ]
+        return [self._as_edited(own[i], out) if i in own else out for i, out in enumerate(outs)]
 
     def _evaluated(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
@@ -642,7 +637,7 @@ class _Evaluator(OneDevice):
         for i, out in enumerate(outs):
             number = recording.edits.get((place, i))
             if number is not None:
-                out = self._as_edited(number, i, out, values)
+                out = self._as_edited(number, out)
                 self._edits_inside.setdefault(id(eqn), {})[i] = number
             around = (eqn, *reversed(outer))
             node = Node((place, i), inputs, is_reduction, literals=literals, eqns=around)
@@ -652,16 +647,14 @@ class _Evaluator(OneDevice):
             kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
-    def _as_edited(self, number: int, i: int, out: PyTree, ins: Sequence[Any]) -> Any:
-        """Returns the result `i` of an equation as its edit says."""
+    def _as_edited(self, number: int, out: PyTree) -> Any:
+        """Returns a result of an equation as its edit says."""
         count, total = self.num_replicas, lax.psum(out, self.axis_name)
-        operand = ins[i] if i < len(ins) else out
-        operand = operand if jnp.shape(operand) == jnp.shape(out) else out
         extremes = out, out
         if not jnp.issubdtype(jnp.result_type(out), jnp.complexfloating):
             as_number = out.astype(jnp.int32) if out.dtype == bool else out
             extremes = (f(as_number, self.axis_name) for f in (lax.pmax, lax.pmin))
-        of_mode = (out, out / count, out * count, operand, total / count, total, *extremes)
+        of_mode = (out, out / count, out * count, total / count, total, *extremes)
         return _chosen(self._recording.modes[number], of_mode, out)
 
 

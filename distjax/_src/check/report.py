@@ -21,8 +21,6 @@ RULE = "numbers that depend on the number of replicas"
 _MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
 
-_ADVICE = "reduce sums and counts, and compute what is not linear from the totals"
-
 _LEVELS = ("error", "warning", "note")
 
 
@@ -60,7 +58,6 @@ def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
     return {
         "divided": f"a mean in place of the sum at {line}: {_MEANS}",
         "multiplied": f"a sum in place of the mean at {line}: {_SUMS}",
-        "without": f"no {node.name} at {line}: its operand as it is",
         "averaged": f"the mean over the replicas of {what}: {_MEANS}",
         "summed": f"the sum over the replicas of {what}: {_SUMS}",
         "the largest": f"the largest over the replicas of {what}: jax.lax.pmax(x, axis)",

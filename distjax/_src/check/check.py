@@ -546,7 +546,8 @@ class _Check:
             left = {d.key for d in different}
             if keys.isdisjoint(left) and left <= wrong:  # what was right still is
                 mended = frozenset(d.key for _, d in all_of_it) - left
-                return Fix(fix_text(edit, told, is_term=is_term), told.told, mended)
+                text = fix_text(edit, told, is_term=is_term)
+                return Fix(text, told.told, mended, is_term)
         return None
 
     def _plain(self, change: Change | None) -> Run:

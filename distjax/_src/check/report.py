@@ -31,11 +31,13 @@ class Fix(NamedTuple):
       text: in words.
       line: whose value it changes.
       mended: the keys of all that does not differ with it.
+      is_of_term: whether it is of a value that does not fit what it is added to.
     """
 
     text: str
     line: str
     mended: frozenset[Any]
+    is_of_term: bool
 
 
 def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
@@ -75,9 +77,10 @@ def finding(
 ) -> Finding:
     """Returns the finding for values that differ, which one line makes wrong."""
     where = _clearest(breaks)
-    line, lines = _line_of(where)
-    if fix is not None and line == UNKNOWN:
-        line = fix.line
+    line, lines = _line_of(where, fix)
+    made = None if where is None or where.made_by is None else where.made_by.told
+    if fix is not None and (line == UNKNOWN or fix.line not in (made, UNKNOWN)):
+        line = fix.line  # elsewhere than it seemed
     names = ", ".join(_named(d) for d in wrong[:4]) + (
         f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     )
@@ -140,7 +143,7 @@ def _factor(wrong: Sequence[Difference], count: int) -> str:
     return f", by the factor {np.median(factors):.4g}"
 
 
-def _line_of(where: Break | None) -> tuple[str, list[str]]:
+def _line_of(where: Break | None, fix: Fix | None) -> tuple[str, list[str]]:
     if where is None:
         return UNKNOWN, []
     node, lines = where.node, []
@@ -156,7 +159,7 @@ def _line_of(where: Break | None) -> tuple[str, list[str]]:
         if made is not node:
             lines.append(f"made by {made.name} at {made.line}")
         return (first if made.line == UNKNOWN else made.line), lines
-    if where.term is not None:
+    if where.term is not None and (fix is None or fix.is_of_term):
         lines.append(
             "it adds a value that is equal on all replicas to each replica's own share of "
             "a sum, which counts it R times"

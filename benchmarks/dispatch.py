@@ -151,7 +151,7 @@ def measure(form: str, size: Size, num_pairs: int) -> dict[str, Any]:
 
 def run(quick: bool) -> list[dict[str, Any]]:
     """Rows for each form of state and size; quick stops at 100 leaves."""
-    counts, num_pairs = ((1, 10, 100), 4) if quick else ((1, 10, 100, 1000), 16)
+    counts, num_pairs = ((1, 10, 100), 4) if quick else ((1, 10, 100, 1000), 8)
     rows = []
     for form in FORMS:
         trees = ("list",) if form == "all PerReplica" else ("list", "dict")

@@ -77,8 +77,8 @@ UNSEEN = frozenset(
         "the same random numbers on every replica",
     )
 )
-#: How many fixes are tried: of what is likely, and of lines on the way.
-_MOST_TRIED, _MOST_LINES = 12, 32
+#: How many lines are tried on the way to what differs, and how many that reduce, the nearest.
+_MOST_LINES, _NEAREST = 32, 3
 
 
 def check(
@@ -531,7 +531,7 @@ class _Check:
         keys = {d.key for _, d in group}
         wrong = {d.key for d in self._differences(several, self._plain(change))}
         ends = [d.value.node for _, d in group if d.value.node is not None]
-        tried = [*_candidates(group, several)[:_MOST_TRIED], *locator.repairs(ends)[:_MOST_LINES]]
+        tried = [*_candidates(group, several), *locator.repairs(ends)[:_MOST_LINES]]
         nodes = dict.fromkeys(node for edited in tried for node in edited.nodes)
         if not nodes:
             return None
@@ -609,7 +609,10 @@ def _candidates(group: Sequence[tuple[Break | None, Difference]], several: Run) 
         told, edits = rest[0].made_by or came_in[0], edits_of(rest[0].kind)
         tried += [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
     starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
-    for node in reductions_before(starts)[:2]:
+    nearest: dict[tuple[str, str], Node] = {}
+    for node in reductions_before(starts):
+        nearest.setdefault((node.line, node.name), node)
+    for node in list(nearest.values())[:_NEAREST]:
         tried += [Edited(_alike(node, several), edit, node) for edit in _RESIZED]
     return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
 

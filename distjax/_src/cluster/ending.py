@@ -147,10 +147,6 @@ def _wait_for_all(joined: Job) -> None:
     """Waits until all processes have reached the end and launched the same programs.
 
     A process still at slow work, such as a checkpoint, is given up to `phase_timeout` longer.
-
-    Raises:
-      PeerLostError: a process has not arrived.
-      AgreementError: the processes have launched different programs.
     """
     seconds = _SHARE * joined.timeouts.shutdown
     try:
@@ -215,12 +211,7 @@ class SyncManager(Protocol):
 
 
 class Notice:
-    """JAX's sync manager, with its handler of SIGTERM kept aside up to the first poll.
-
-    Args:
-      manager: JAX's.
-      action: its handler of SIGTERM.
-    """
+    """JAX's sync manager; its handler of SIGTERM, `action`, is kept aside up to the first poll."""
 
     def __init__(self, manager: SyncManager, action: ctypes.Array[ctypes.c_char]):
         self._manager, self._action = manager, [action]

@@ -173,12 +173,7 @@ _step: list[int] = []
 
 
 def record(event: str, **facts: object) -> None:
-    """Appends an event of this process to the result directory, if there is one.
-
-    Args:
-      event: what happened, in a word: "joined", "restored", "committed", "failed".
-      **facts: what else is known, as JSON values.
-    """
+    """Appends an event of this process ("joined", "failed") to the result directory, if any."""
     directory = os.environ.get("DISTJAX_RESULT_DIR")
     if not directory:
         return
@@ -192,14 +187,9 @@ def record(event: str, **facts: object) -> None:
 def append(
     directory: str, event: str, attempt: int, process: int | None = None, **facts: object
 ) -> None:
-    """Appends an event to the file in a directory, in one write.
+    """Appends an event to the file in a directory, in one write; process None: the launcher.
 
-    Args:
-      directory: the result directory.
-      event: what happened.
-      attempt: in which attempt.
-      process: to which process; None: to the launcher.
-      **facts: more JSON values; `code` and `step` are there, too, as None if not given.
+    `code` and `step` are among the facts too, as None if not given.
     """
     line = {"time": time.time(), "attempt": attempt, "event": event, "process": process}
     line |= {"code": None, "step": None, **facts}
@@ -221,13 +211,7 @@ def set_step(step: int) -> None:
 
 
 def record_failure(code: int, text: str, error: BaseException | None = None) -> None:
-    """Records why this process is about to end.
-
-    Args:
-      code: its exit code.
-      text: the error's type and text.
-      error: with its traceback, if it is an exception.
-    """
+    """Records why this process is about to end: its exit code, the error's type and text."""
     trace = "" if error is None else "".join(traceback.format_exception(error))
     step = _step[0] if _step else None
     told = {"error": as_plain(text, _MAX_TEXT), "traceback": trace[-_MAX_TEXT:]}

@@ -491,13 +491,8 @@ _warned: set[str] = set()
 def join_for(strategy: str, devices: Sequence[jax.Device] | None) -> None:
     """Joins the job that the environment names, for a strategy over all processes.
 
-    Args:
-      strategy: its name, for errors.
-      devices: those that it is given; None: it takes all of the job.
-
-    Raises:
-      ValueError: they leave out a process of the job.
-      ClusterError: the job cannot be joined, or was joined without distjax.
+    Raises a ValueError if its `devices` leave out a process of the job (None: it takes all), and a
+    ClusterError if the job was joined without distjax.
     """
     if devices is None:
         join_if_nobody_did()
@@ -541,10 +536,6 @@ def warm_up_groups_of(topology: Topology, devices_per_host: int) -> None:
     """Runs a collective in each group of devices in which a strategy over the whole job reduces.
 
     New groups are first agreed on in a meeting.
-
-    Raises:
-      AgreementError: another process has different groups, or does something else.
-      StuckError, PeerLostError: a process does not arrive.
     """
     look_for_a_job()
     joined = job()
@@ -590,11 +581,8 @@ def warn_once(what: str, text: str) -> None:
 def warn_of_own_devices(call: str, meant: str) -> None:
     """Warns where there are several processes, once, that a call takes this one's devices only.
 
-    Also in a job that JAX's own `jax.distributed.initialize` has joined.
-
-    Args:
-      call: the call, as in "MirroredStrategy()".
-      meant: how it says that this is meant.
+    Also in a job that JAX's own `jax.distributed.initialize` has joined. `meant` says how a user
+    says that this is meant.
     """
     if jax.process_count() > 1:
         warn_once(
@@ -619,16 +607,23 @@ def look_for_a_job() -> None:
 
 
 def warn_unless_joined(name: str) -> None:
-    """Warns if the environment describes a job of several processes that nobody has joined.
-
-    Args:
-      name: of the program that this process is about to run.
-    """
+    """Warns if the environment describes a job of several processes that nobody has joined."""
     if job() is not None or is_settled() or "unjoined" in _warned:
         return
     told = _told_by_environment()
-    if told is not None and jax_compat.coordination_client() is None:
-        warn_once("unjoined", _unjoined_text(name, told))
+    if told is None or jax_compat.coordination_client() is not None:
+        return
+    warn_once(
+        "unjoined",
+        message(
+            f"{name} runs on this process alone, and the environment describes a job of several",
+            got=f"{told}, and no call of dj.initialize",
+            why="each process then trains a model of its own, on its own devices",
+            fix="dj.initialize() at the start of the program, and dj.MultiWorkerMirroredStrategy() "
+            "for one model over all processes; dj.initialize(num_processes=1, process_id=0) if "
+            "this is meant",
+        ),
+    )
 
 
 def _told_by_environment() -> str | None:
@@ -648,17 +643,6 @@ def _told_by_environment() -> str | None:
         return None
     several = described is not None and described[1] > 1
     return f"TF_CONFIG, with {described[1]} processes" if several and described else None
-
-
-def _unjoined_text(name: str, told: str) -> str:
-    return message(
-        f"{name} runs on this process alone, and the environment describes a job of several",
-        got=f"{told}, and no call of dj.initialize",
-        why="each process then trains a model of its own, on its own devices",
-        fix="dj.initialize() at the start of the program, and dj.MultiWorkerMirroredStrategy() for "
-        "one model over all processes; dj.initialize(num_processes=1, process_id=0) if this is "
-        "meant",
-    )
 
 
 hooks.on_all_devices.append(join_for)

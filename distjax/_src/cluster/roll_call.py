@@ -60,8 +60,7 @@ class Record:
 def hold_roll_call(settings: Settings) -> tuple[str, ...]:
     """Returns "host (pid N)" of every process once all have arrived and agree.
 
-    Raises:
-      ClusterError: a process is missing, duplicated or different; all present raise the same.
+    If a process is missing, duplicated or different, all present raise the same ClusterError.
     """
     own = _describe_self(settings)
     verdict = (_call_roll if settings.process_id == 0 else _answer)(settings, own)
@@ -274,11 +273,7 @@ def _wait_for_coordinator(address: tuple[str, int]) -> None:
 
 
 def _read_line(connection: socket.socket, max_bytes: int, seconds: float) -> bytes:
-    """Returns a line without its newline; empty if none arrived within `max_bytes`.
-
-    Raises:
-      TimeoutError: it has not ended within `seconds`, however often a part of it came.
-    """
+    """Returns a line without its newline; empty if none arrived within these bounds."""
     read, deadline = b"", time.monotonic() + seconds
     while len(read) < max_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -358,11 +353,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def resolve_host(host: str, port: int) -> str:
-    """Returns the IP address of `host`, preferring IPv4.
-
-    Raises:
-      OSError: the name has no address.
-    """
+    """Returns the IP address of `host`, preferring IPv4; an OSError if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda info: info[0] != socket.AF_INET)
     return str(found[0][4][0])

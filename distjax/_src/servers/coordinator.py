@@ -283,19 +283,16 @@ class ParameterServerStrategy(Strategy):
         """Runs a step as one closure, and returns its result: ``strategy.run``."""
         return run_step(self, fn, args, kwargs)
 
+    @user_mesh.ignores_user_mesh
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> CutDescription:
-        """Returns a description of what a step is cut into, for `dj.explain`."""
+    ) -> tuple[CutDescription, list[jax.stages.Lowered]]:
+        """Returns what a step is cut into, and worker 0's programs if it has several devices."""
         plan, _ = self.cut_step(fn, args, kwargs)
-        return describe_plan(plan, list(self.extended.variables))
-
-    def lower_worker(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> list[jax.stages.Lowered]:
-        """Returns the programs that a worker with several devices runs, lowered for worker 0."""
-        plan, _ = self.cut_step(fn, args, kwargs)
-        return _lower_parts(plan, self._homes[0])
+        home = self._homes[0]
+        stages = plan.stages if home.mesh is not None else ()
+        lowered = [lower(stage.program, *shardings_of(stage, plan, home)) for stage in stages]
+        return describe_plan(plan, list(self.extended.variables)), lowered
 
     def describe(self, only: str = "", *, full: bool = False) -> StrategyDescription:
         """Returns a table of each worker's devices, and each variable's location and bytes.
@@ -320,13 +317,6 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
-
-
-@user_mesh.ignores_user_mesh
-def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
-    """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
-    stages = plan.stages if home.mesh is not None else ()
-    return [lower(stage.program, *shardings_of(stage, plan, home)) for stage in stages]
 
 
 def _as_engine(engine: Engine | str) -> Engine:
@@ -459,14 +449,14 @@ class RemoteValue:
         require(
             self._board.waiters.wait_until(lambda: self._closure.is_over, timeout),
             f"{method} needs {self._closure!r} to end within {timeout} s",
-            got=f"one that is {self._closure.state.value}",
+            got=f"one that is {self._closure.state}",
             why="its worker has not got that far yet",
             fix="wait longer; coordinator.stats() says what workers do",
             error=TimeoutError,
         )
 
     def __repr__(self) -> str:
-        return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
+        return f"RemoteValue({self._closure!r}, {self._closure.state})"
 
 
 def require_outside_of_steps(method: str) -> None:
@@ -538,11 +528,7 @@ def cut_call(
     *,
     is_reported: bool = True,
 ) -> Closure:
-    """Returns a closure for the board; errors of its trace are raised here.
-
-    Raises:
-      ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
-    """
+    """Returns a closure for the board; errors of its trace are raised here."""
     given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
     args, kwargs = require_call(fn, args, given, "schedule")
     args, kwargs, sources = _take_over(board, args, kwargs)
@@ -559,10 +545,23 @@ def _take_over(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
     """Returns arguments that the caller cannot change before a worker reads them; their sources."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    _require_no_remote_value(leaves)
+    remote = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
+    require(
+        remote is None,
+        "a step needs arguments that are there when it is scheduled",
+        got=repr(remote),
+        why="its closure might come before the one that it waits for",
+        fix="coordinator.schedule(step, args=(value.get(),))",
+    )
     found = dict.fromkeys(filter(_is_source, leaves))
-    if found and board.is_closed:
-        raise RuntimeError(_no_workers(next(iter(found))))
+    require(
+        not (found and board.is_closed),
+        "run needs an open coordinator for per-worker data",
+        got=f"{next(iter(found), None)!r} among the arguments, and no coordinator",
+        why="each of its workers has its own values, and without one the step runs here",
+        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
+        error=RuntimeError,
+    )
     workers = [worker.number for worker in board.active_workers()]
     own = {x: x.copy_for(workers) if isinstance(x, PerWorkerValues) else x for x in found}
     taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
@@ -617,26 +616,6 @@ def run_step(
     while not (board.run_alone(closure) or board.put(closure)):
         pass  # a coordinator was opened or closed meanwhile
     return RemoteValue(closure, board).get()
-
-
-def _no_workers(source: PerWorkerSource) -> str:
-    return message(
-        "run needs an open coordinator for per-worker data",
-        got=f"{source!r} among the arguments, and no coordinator",
-        why="each of its workers has its own values, and without one the step runs here",
-        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
-    )
-
-
-def _require_no_remote_value(leaves: Sequence[object]) -> None:
-    found = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
-    require(
-        found is None,
-        "a step needs arguments that are there when it is scheduled",
-        got=repr(found),
-        why="its closure might come before the one that it waits for",
-        fix="coordinator.schedule(step, args=(value.get(),))",
-    )
 
 
 # -- the coordinator ----------------------------------------------------------

@@ -32,13 +32,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A pure function of flat arrays, compiled by its runner.
-
-    Attributes:
-      name: its name in error texts.
-      fn: (*arrays) -> tuple of arrays.
-      avals: shapes and dtypes of the arrays.
-    """
+    """A pure function of flat arrays, (*arrays) -> tuple of arrays, compiled by its runner."""
 
     name: str
     fn: Callable[..., tuple[jax.Array, ...]]
@@ -129,17 +123,11 @@ _launching = threading.Lock()
 
 
 class Executable:
-    """A program, compiled for where it runs.
+    """A program, compiled for where it runs: `ins` and `outs` are the places of its arrays.
 
     It gives one more result, a token, since it may have no result of its own to wait for. A program
     with Python callbacks has completed on return, and nothing is donated to it: its errors are
     raised before anything uses values that it did not compute.
-
-    Args:
-      program: the program.
-      ins: where its arguments are placed; a numpy array is moved there.
-      outs: where its results and the token are placed.
-      donated: the numbers of the arguments that are donated.
     """
 
     def __init__(

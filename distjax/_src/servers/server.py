@@ -153,13 +153,7 @@ def lost_error(number: int, got: str = "a server that is lost") -> ServerLostErr
 
 
 class Answer(NamedTuple):
-    """The result of a push.
-
-    Attributes:
-      version: the server's version after it.
-      arrays: the answers of its program.
-      token: ready when the push has run.
-    """
+    """What a push gives: the version after it, its answers, a token that is ready with them."""
 
     version: int
     arrays: tuple[jax.Array, ...]
@@ -203,11 +197,7 @@ class Applied:
         return len(self._open) + len(self._done)
 
     def find(self, closure: int, stage: int, attempt: int) -> Answer | None:
-        """Returns the push's earlier answer, or None if it is yet to be applied.
-
-        Raises:
-          RefusedPush: it comes from an abandoned attempt.
-        """
+        """Returns the push's earlier answer, or None; a RefusedPush if the attempt is abandoned."""
         if closure < self.watermark or closure in self._done:
             raise RefusedPush(f"closure {closure} is done")
         record = self._open.setdefault(closure, _Open())

@@ -34,7 +34,7 @@ from distjax._src.variables.policy import (
 )
 from distjax._src.variables.storage import StoredArray, VariableLock
 from distjax._src.variables.variable import Variable
-from distjax.errors import message
+from distjax.errors import require
 
 
 def num_bytes(value: PyTree) -> int:
@@ -171,16 +171,17 @@ class ServerPlacement:
             self._variables.add(variable)
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
-        """Returns how many rows each shard has, more in the first ones; [1] for a whole variable.
-
-        Raises:
-          ValueError: the partitioner splits an axis other than the first.
-        """
+        """Returns how many rows each shard has, more in the first ones; [1] if it is whole."""
         if self._partitioner is None or not shape or jax_compat.is_key_dtype(dtype):
             return [1]
         counts = count_shards(OWNER, self._partitioner, shape, dtype)
-        if any(count > 1 for count in counts[1:]):
-            raise ValueError(_axis_text(counts, shape))
+        require(
+            all(count == 1 for count in counts[1:]),
+            f"{OWNER}: partitioner needs to split the first axis only",
+            got=f"{list(counts)} shards for shape {shape}",
+            why="a server has some rows of a variable, from one to another",
+            fix="partitioner=dj.parts.FixedShards(2), or a function that returns [2, 1, ...]",
+        )
         n = min(counts[0], shape[0])
         return [shape[0] // n + (i < shape[0] % n) for i in range(n)] if n > 1 else [1]
 
@@ -193,15 +194,6 @@ class ServerPlacement:
     def reduction_layout(self, variable: LaidOut) -> Any:
         """Returns the variable's own layout."""
         return variable.layout
-
-
-def _axis_text(counts: Sequence[int], shape: tuple[int, ...]) -> str:
-    return message(
-        f"{OWNER}: partitioner needs to split the first axis only",
-        got=f"{list(counts)} shards for shape {shape}",
-        why="a server has some rows of a variable, from one to another",
-        fix="partitioner=dj.parts.FixedShards(2), or a function that returns [2, 1, ...]",
-    )
 
 
 # -- its array ----------------------------------------------------------------
@@ -258,14 +250,6 @@ class ServerStorage(StoredArray):
     """The array of a variable at servers, each part under a key.
 
     Plans hold it, so that the values exist as long as a plan may run.
-
-    Args:
-      variable: the variable.
-      lock: the lock of the strategy's variables.
-      parts: the parts of the variable.
-      servers: all servers of the strategy.
-      placement: counts their bytes.
-      device: where fetched values are placed.
     """
 
     def __init__(
@@ -396,9 +380,6 @@ def policy_at_servers(
 
     The server has a single total for a sync-on-read variable, so what the replicas write is
     summed.
-
-    Raises:
-      ValueError: synchronization NONE; with several replicas, also as `policy_for`.
     """
     require_synchronization(modes[0], name)
     if num_replicas == 1:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -45,14 +45,7 @@ if TYPE_CHECKING:
 
 
 class ProcessInfo(NamedTuple):
-    """A process's description of itself.
-
-    Attributes:
-      pid: its pid on its machine.
-      versions: of the packages that must be the same on both sides.
-      platform: its JAX platform.
-      num_devices: how many devices it has.
-    """
+    """A process's description of itself; `versions` must be the same on both sides."""
 
     pid: int
     versions: dict[str, str]
@@ -71,6 +64,10 @@ def own_versions() -> dict[str, str]:
     return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
+#: How many datasets a worker keeps open.
+_MOST_DATASETS = 16
+
+
 class WorkerActor:
     """A worker in its own process, which talks to the servers directly."""
 
@@ -80,7 +77,7 @@ class WorkerActor:
         if others:
             self._home = mesh_topology((self._device, *others), axis_name)
         self._plans: dict[int, StepPlan] = {}
-        self._datasets: dict[int, Elements] = {}
+        self._datasets: dict[int, Elements] = {}  # the one that was drawn from last at the end
         self.set_servers(())
         #: By closure, from `begin` to the last `push`.
         self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
@@ -101,25 +98,20 @@ class WorkerActor:
 
     # -- per-worker data ------------------------------------------------------
 
-    def draw(
-        self, dataset: int, pickled: bytes, index: int, dropped: Iterable[int]
-    ) -> tuple[PyTree, list[np.ndarray]]:
+    def draw(self, dataset: int, pickled: bytes, index: int) -> tuple[PyTree, list[np.ndarray]]:
         """Returns an element with a struct in place of each array, and its arrays.
 
-        Args:
-          dataset: the number of the dataset.
-          pickled: the function that makes it.
-          index: the number of the element.
-          dropped: the numbers of datasets that the coordinator no longer has.
+        Of datasets that were not drawn from for long, only the latest stay open; another one is
+        made again by the function, which is `pickled`.
         """
         from ray import cloudpickle
 
-        for other in dropped:
-            self._datasets.pop(other, None)
         try:
-            if dataset not in self._datasets:
-                self._datasets[dataset] = Elements(cloudpickle.loads(pickled))
-            element = jax.tree.map(_on_host, self._datasets[dataset][index])
+            found = self._datasets.pop(dataset, None) or Elements(cloudpickle.loads(pickled))
+            self._datasets[dataset] = found
+            for other in list(self._datasets)[:-_MOST_DATASETS]:
+                del self._datasets[other]
+            element = jax.tree.map(_on_host, found[index])
         except SystemExit as error:  # Ray takes it as an order to end the process
             raise RuntimeError(f"per-worker data raised {error!r}") from error
         arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
@@ -233,9 +225,6 @@ class ServerActor:
 
     Ray runs one call at a time, so no value changes while it is sent. Only `compile` runs beside
     the others.
-
-    Args:
-      number: its number in the strategy.
     """
 
     def __init__(self, number: int):
@@ -257,14 +246,15 @@ class ServerActor:
             result = getattr(self._server, method)(*from_wire(args, self._device))
             return to_wire(result)
 
-    def tell(self, over: Iterable[int], removed: Iterable[str], plans: Collection[int]) -> None:
+    def tell(self, told: Iterable[tuple[str, Any]]) -> None:
         """Drops closures that are over, values of dead variables, and plans."""
-        for closure in over:
-            self._server.mark_done(closure)
-        self._server.remove(removed)
-        for plan, stage in self._pushes.copy() if plans else ():
-            if plan in plans:
-                del self._pushes[plan, stage]
+        for method, argument in told:
+            getattr(self if method == "drop_plan" else self._server, method)(argument)
+
+    def drop_plan(self, number: int) -> None:
+        """Drops the pushes of a plan."""
+        for key in [key for key in self._pushes.copy() if key[0] == number]:
+            del self._pushes[key]
 
     def pull(self, keys: Sequence[str]) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version, for a worker."""
@@ -449,17 +439,7 @@ def export_plan(
     worker_platforms: Iterable[str],
     server_platforms: Iterable[str],
 ) -> StepPlan:
-    """Returns a plan in the form in which it is sent.
-
-    Args:
-      plan: made by a strategy.
-      replicas: how many replicas each worker has, and the name of their axis.
-      worker_platforms: the platforms of its workers.
-      server_platforms: the platforms of its servers.
-
-    Raises:
-      UnsupportedError: a program calls back to Python, or has no stable form.
-    """
+    """Returns a plan in the form in which it is sent; an UnsupportedError if it calls Python."""
     anywhere = abstract_topology(*replicas)
 
     def exported(stage: Stage) -> Stage:

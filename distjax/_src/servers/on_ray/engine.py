@@ -18,7 +18,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,6 @@ from distjax.errors import ClusterError, message, require, require_int
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_T = TypeVar("_T")
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
@@ -115,9 +114,8 @@ class RayEngine(Engine):
         self._gate: Gate
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
-        self._numbers = itertools.count()  # of plans and data
-        self._data = weakref.WeakValueDictionary[int, RemoteElements]()
-        self._announcing = threading.Lock()  # held while plans and data are looked through
+        self._numbers = itertools.count()  # of plans and datasets
+        self._announcing = threading.Lock()  # held while plans are looked through
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -160,10 +158,7 @@ class RayEngine(Engine):
                     server.keep_plans({number for number, _ in self._plans.values()})
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
-        with self._announcing:
-            number = next(self._numbers)
-            elements = self._data[number] = RemoteElements(self, worker, number, make)
-        return elements
+        return RemoteElements(self, worker, next(self._numbers), make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         return self.find(worker, is_wanted) is not None
@@ -238,8 +233,6 @@ class RayEngine(Engine):
         process = self._processes.get(worker)
         return None if process is None or process.info is None else process.info.pid
 
-    # -- for attempts and data --------------------------------------------------
-
     def introduce(self, plan: StepPlan, process: RayProcess) -> int:
         """Sends a worker the servers and a plan, unless it has them; returns the plan's number."""
         with self._announcing:
@@ -254,24 +247,15 @@ class RayEngine(Engine):
                 process.plans = {*process.plans, number} - dropped
         return number
 
-    def current_data(self) -> set[int]:
-        """Returns the numbers of the data that are still iterated over."""
-        with self._announcing:
-            return set(self._data)
-
 
 # -- servers ------------------------------------------------------------------
 
-#: How many finished closures are reported to a server at once.
+#: How many finished closures, say, are reported to a server at once.
 _TOLD_AT_ONCE = 8
 
 
 class RayServer(ParameterServer):
-    """A server in a Ray process.
-
-    Attributes:
-      platform: its JAX platform.
-    """
+    """A server in a Ray process."""
 
     def __init__(self, number: int, make: Callable[[int], ActorHandle[ServerActor]]):
         self.number = number
@@ -280,18 +264,13 @@ class RayServer(ParameterServer):
         self.is_lost = False
         self.platform = "cpu"
         self.pid = 0
-        self._over: collections.deque[int] = collections.deque()
         self._report = Report()  # the latest
         self._plans: set[int] = set()  # that were admitted
-        self._dropped: set[int] = set()  # plans still to be dropped
-        self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
+        #: What the process is yet to be told: methods of its actor's, with their argument.
+        self._untold: collections.deque[tuple[str, Any]] = collections.deque()
 
     def wait_for_start(self) -> None:
-        """Waits until its process has started.
-
-        Raises:
-          ClusterError: it has not started, or is not usable.
-        """
+        """Waits until its process has started; a ClusterError if that is not usable."""
         info = self._process.require_start()
         self.pid, self.platform = info.pid, info.platform
 
@@ -312,7 +291,7 @@ class RayServer(ParameterServer):
         self._ask("create", key, jnp.asarray(value))
 
     def remove(self, keys: Iterable[str]) -> None:
-        self._removed.extend(keys)  # a finalizer may not call Ray
+        self._untold.append(("remove", list(keys)))  # a finalizer may not call Ray
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
         return self._ask("read", keys)
@@ -325,8 +304,8 @@ class RayServer(ParameterServer):
         return self._ask("add", values, modes=ProgramModes.of_this_thread())
 
     def mark_done(self, closure: int) -> None:
-        self._over.append(closure)
-        if len(self._over) >= _TOLD_AT_ONCE:
+        self._untold.append(("mark_done", closure))
+        if len(self._untold) >= _TOLD_AT_ONCE:
             self._tell()
 
     def snapshot(self) -> ServerSnapshot:
@@ -346,15 +325,11 @@ class RayServer(ParameterServer):
 
     def keep_plans(self, numbers: set[int]) -> None:
         """Drops all other plans, soon."""
-        self._dropped = self._dropped | (self._plans - numbers)
+        self._untold.extend(("drop_plan", number) for number in self._plans - numbers)
         self._plans = numbers
 
     def call(self, method: str, *args: object) -> Any:
-        """Returns the result of a method of its process, or raises its exception.
-
-        Raises:
-          ServerLostError: the process has died.
-        """
+        """Returns the result of a method of its process, or raises its exception."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -374,10 +349,12 @@ class RayServer(ParameterServer):
         return from_wire(self.call("ask", method, to_wire(args), modes))
 
     def _tell(self) -> None:
-        over, removed = drain(self._over), drain(self._removed)
-        dropped, self._dropped = self._dropped, set()
-        if (over or removed or dropped) and not self.is_lost:
-            self.actor.tell.remote(over, removed, dropped)
+        told: list[tuple[str, Any]] = []
+        with contextlib.suppress(IndexError):  # other threads may add meanwhile
+            while True:
+                told.append(self._untold.popleft())
+        if told and not self.is_lost:
+            self.actor.tell.remote(told)
 
 
 # -- attempts that were sent --------------------------------------------------
@@ -390,8 +367,8 @@ class Sent:
         process = engine.find(worker)
         assert process is not None, "it is wanted"
         self._engine, self._worker, self._process = engine, worker, process
-        elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
-        self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
+        elements = (x.element for x in task.arrays if isinstance(x, RemoteArray))
+        self._elements = list(dict.fromkeys(elements))
         self._order = Order(
             engine.introduce(task.plan, process),
             task.closure,
@@ -399,29 +376,21 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._method = "run"
         self._answer: Any = None
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
             return to_wire(array)
-        assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
     def send(self, method: str) -> None:
         """Calls a method of the worker with the order."""
-        self._method = method
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [] if method == "push" else [element.arrays for element in self._elements]
+        arrays = [] if method == "push" else self._elements
         self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
 
     def ask(self, method: str) -> Done | None:
-        """Calls a method of the worker, and returns its answer; None: it has more to push.
-
-        Raises:
-          WorkerDied: the worker died.
-          Exception: what it raised.
-        """
+        """Calls a method of the worker, and returns its answer; None: it has more to push."""
         self.send(method)
         return self._answered()
 
@@ -440,33 +409,24 @@ class Sent:
 
     def _answered(self) -> Done | None:
         import ray
-        from ray.exceptions import ObjectLostError, RayError, RayTaskError, UnserializableException
+        from ray.exceptions import RayError, RayTaskError, UnserializableException
 
-        while True:
-            try:
-                return ray.get(self._answer)
-            except RayTaskError as error:
-                if not isinstance(error.cause, ObjectLostError):
-                    raise error.cause from error
-                for element in self._elements:  # with the machine that had it
-                    element.draw()
-                self.send(self._method)
-            except UnserializableException:
-                raise
-            except RayError as error:
-                ends = self._engine.replace_dead(self._worker, self._process, error)
-                raise WorkerDied(ends, has_begun=self._process.blame()) from error
+        try:
+            return ray.get(self._answer)
+        except RayTaskError as error:
+            raise error.cause from error
+        except UnserializableException:
+            raise
+        except RayError as error:
+            ends = self._engine.replace_dead(self._worker, self._process, error)
+            raise WorkerDied(ends, has_begun=self._process.blame()) from error
 
 
 # -- per-worker data ----------------------------------------------------------
 
 
 class RemoteElements(NumberedElements):
-    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep.
-
-    Raises:
-      TypeError: the function that makes the dataset cannot be pickled.
-    """
+    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep."""
 
     def __init__(
         self, engine: RayEngine, worker: int, number: int, make: Callable[[], Iterable[Any]]
@@ -476,28 +436,31 @@ class RemoteElements(NumberedElements):
         try:
             self._pickled = cloudpickle.dumps(make)
         except Exception as error:
-            raise TypeError(_unpicklable(error)) from error
+            raise TypeError(
+                message(
+                    "create_per_worker_dataset needs a function that can be pickled, on RayEngine",
+                    got=f"one that cannot: {error}",
+                    why="it is called in the processes of the workers",
+                    fix="open files and connections inside of the function; or "
+                    'create_per_worker_dataset(fn, at="coordinator")',
+                )
+            ) from error
         self._engine, self._worker, self._number = engine, worker, number
 
     def __getitem__(self, index: int) -> Any:
-        element = _DrawnElement(self, index)
+        described, arrays = self._draw(index)
         numbers = itertools.count()
 
         def as_array(leaf: PyTree) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                return RemoteArray(element, next(numbers), leaf.shape, np.dtype(leaf.dtype))
+                dtype = np.dtype(leaf.dtype)
+                return RemoteArray(arrays, next(numbers), leaf.shape, dtype, _fetch)
             return from_wire(leaf)
 
-        described = element.draw()
         return jax.tree.map(as_array, described, is_leaf=lambda x: isinstance(x, Disguised))
 
-    def draw(self, index: int) -> tuple[Any, Any]:
-        """Returns an element with a struct in place of each array, and a reference to its arrays.
-
-        Raises:
-          WorkerDied: too many processes were lost meanwhile.
-          Exception: what the user's code raises, or `DataEnded`.
-        """
+    def _draw(self, index: int) -> tuple[Any, Any]:
+        """Returns an element with a struct in place of each array, and Ray's reference to these."""
         import ray
         from ray.exceptions import (
             RayError,
@@ -510,11 +473,9 @@ class RemoteElements(NumberedElements):
         while True:
             process = engine.find(self._worker)
             assert process is not None, "it is wanted"
-            dropped = process.data - engine.current_data()
-            process.data = {*process.data, self._number} - dropped
             try:
                 draw: Any = process.actor.draw.options(num_returns=2)
-                described, arrays = draw.remote(self._number, self._pickled, index, dropped)
+                described, arrays = draw.remote(self._number, self._pickled, index)
                 element: Any = ray.get(described)
             except RayTaskError as error:  # it has the traceback
                 raise error.cause from error
@@ -529,42 +490,11 @@ class RemoteElements(NumberedElements):
             return element, arrays
 
 
-class _DrawnElement:
-    """An element that was drawn; if its machine is lost, it is made again.
+def _fetch(arrays: Any) -> Sequence[np.ndarray]:
+    """Returns the arrays of an element."""
+    import ray
 
-    Attributes:
-      arrays: Ray's reference to its arrays.
-    """
-
-    def __init__(self, elements: RemoteElements, index: int):
-        self._elements, self._index = elements, index
-        self.arrays: Any = None
-
-    def draw(self) -> Any:
-        """Draws it, perhaps again; returns its description."""
-        described, self.arrays = self._elements.draw(self._index)
-        return described
-
-    def fetch(self, number: int) -> np.ndarray:
-        """Returns one of its arrays."""
-        import ray
-        from ray.exceptions import ObjectLostError
-
-        try:
-            return ray.get(self.arrays)[number]
-        except ObjectLostError:
-            self.draw()
-            return ray.get(self.arrays)[number]
-
-
-def _unpicklable(error: Exception) -> str:
-    return message(
-        "create_per_worker_dataset needs a function that can be pickled, on RayEngine",
-        got=f"one that cannot: {error}",
-        why="it is called in the processes of the workers",
-        fix="open files and connections inside of the function; or "
-        'create_per_worker_dataset(fn, at="coordinator")',
-    )
+    return ray.get(arrays)
 
 
 # -- the cluster --------------------------------------------------------------
@@ -588,13 +518,8 @@ _DEFAULTS = {"RAY_max_direct_call_object_size": str(1 << 20), "RAY_worker_nicene
 def connect(address: str | None) -> bool:
     """Connects to a cluster; returns whether this process started it.
 
-    Args:
-      address: of an existing cluster; None: the one that Ray is connected to, or named by
-        RAY_ADDRESS, or a new one on this machine.
-
-    Raises:
-      ImportError: Ray is not installed.
-      ClusterError: a new one is needed, and the user has imported Ray.
+    The address None is the one that Ray is connected to, or named by RAY_ADDRESS, or a new one
+    here; that is a ClusterError if the user has imported Ray.
     """
     with _starting:
         is_new = address is None and "RAY_ADDRESS" not in os.environ
@@ -610,8 +535,16 @@ def connect(address: str | None) -> bool:
             if not is_new:
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
                 return False
-            if not settings:
-                raise ClusterError(_imported_too_early())
+            require(
+                settings,
+                "RayEngine needs to import Ray itself, to start a cluster of its own",
+                got="a Ray that was imported before",
+                why="on import Ray reads that it is to listen at this machine only, and ask for a "
+                "token",
+                fix="engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a "
+                "cluster with Ray's own settings, which RayEngine() then uses",
+                error=ClusterError,
+            )
             _start_here()
             return True
 
@@ -665,16 +598,6 @@ def _start_here() -> None:
     _started = True
 
 
-def _imported_too_early() -> str:
-    return message(
-        "RayEngine needs to import Ray itself, to start a cluster of its own",
-        got="a Ray that was imported before",
-        why="on import Ray reads that it is to listen at this machine only, and ask for a token",
-        fix="engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a cluster with "
-        "Ray's own settings, which RayEngine() then uses",
-    )
-
-
 def _end_cluster(pid: int) -> None:
     """Shuts down the cluster of a process; a forked child has none."""
     global _started
@@ -722,14 +645,10 @@ def actor_options(
     runtime_env: Mapping[str, Any] | None,
     is_ours: bool,
 ) -> dict[str, Any]:
-    """Returns the Ray options of a process.
+    """Returns the Ray options of a process; CPU devices are made, if it has no others.
 
-    Args:
-      resources: what Ray reserves.
-      num_devices: how many devices it needs: CPU devices are made, if it has no others.
-      runtime_env: the user's, which takes precedence.
-      is_ours: whether this process started the cluster: its processes then share the
-        installation, and nothing is reserved unless asked for.
+    The user's `runtime_env` takes precedence. In a cluster that this process started, processes
+    share the installation, and nothing is reserved unless asked for.
     """
     options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
     has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
@@ -767,36 +686,22 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 class RayProcess:
-    """One process of a worker or a server.
+    """One process of a worker or a server; `info` is None while it starts.
 
-    Args:
-      name: its name in errors.
-      actor: the process.
-      num_devices: how many devices it needs.
-
-    Attributes:
-      servers: the servers that it was told.
-      plans: the numbers of the plans that it was sent.
-      data: the numbers of the datasets that it reads.
-      info: its description of itself; None while it starts.
+    `servers` and `plans` are what it was told so far: plans by number.
     """
 
     def __init__(self, name: str, actor: ActorHandle[Any], num_devices: int = 1):
         self.name, self.actor = name, actor
         self.servers: Sequence[ActorHandle[Any]] = ()
         self.plans: set[int] = set()
-        self.data: set[int] = set()
         self._is_blamed = False
         self.info: ProcessInfo | None = None
         self._num_devices = num_devices
         self._answer: Any = actor.describe_process.remote()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has started, at the latest after so many seconds.
-
-        Raises:
-          ClusterError: it failed to, its versions differ, or it has too few devices.
-        """
+        """Returns whether it has started by then; a ClusterError if it failed, or is of no use."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -858,12 +763,3 @@ class RayProcess:
         )
         assert self.info is not None, "it has started"
         return self.info
-
-
-def drain(items: collections.deque[_T]) -> list[_T]:
-    """Takes all items; other threads may take and add at the same time."""
-    taken: list[_T] = []
-    with contextlib.suppress(IndexError):
-        while True:
-            taken.append(items.popleft())
-    return taken

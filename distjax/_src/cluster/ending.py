@@ -148,7 +148,7 @@ def _wait_for_all(joined: Job) -> None:
 
     A process still at slow work, such as a checkpoint, is given up to `phase_timeout` longer.
     """
-    seconds = _SHARE * joined.timeouts.shutdown
+    seconds = _SHARE * joined.timeouts.shutdown_timeout
     try:
         said = come_and_hear(joined, _PLACE, ledger.describe(), seconds)
     except jax.errors.JaxRuntimeError:

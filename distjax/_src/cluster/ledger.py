@@ -24,7 +24,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from distjax._src.cluster.job import Job, as_line, as_plain, parse_line
-from distjax.errors import describe_error, describe_value, message
+from distjax.errors import describe_error, describe_value, require
 
 #: How many calls are remembered; a power of two. No process gets further ahead of another, since
 #: launches are awaited.
@@ -250,20 +250,15 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
-    _require_text(what)  # else the watch would fail, and end the job, when reporting it
+    require(  # else the watch would fail, and end the job, when reporting it
+        type(what) is str,
+        "dj.phase needs a string",
+        got=describe_value(what),
+        why="it says what this process is doing, in the errors of the others",
+        fix="with dj.phase('drawing samples'):",
+        error=TypeError,
+    )
     return _phase(what, is_work=True)
-
-
-def _require_text(what: object) -> None:
-    if not isinstance(what, str):
-        raise TypeError(
-            message(
-                "dj.phase needs a string",
-                got=describe_value(what),
-                why="it says what this process is doing, in the errors of the others",
-                fix="with dj.phase('drawing samples'):",
-            )
-        )
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:

@@ -61,7 +61,7 @@ def exchange(
       PeerLostError: a process has ended.
     """
     global _count
-    seconds = joined.timeouts.meeting if seconds is None else seconds
+    seconds = joined.timeouts.meeting_timeout if seconds is None else seconds
     with _lock, waiting(f"waiting for the others ({occasion})"):
         _count += 1
         ledger.add_meeting(occasion)
@@ -161,7 +161,7 @@ def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[st
 
 def _hear_all(joined: Job, place: str, seconds: float) -> str:
     """Returns all texts, as forwarded by process 0 once the last one has arrived."""
-    bound = time.monotonic() + seconds + joined.timeouts.phase
+    bound = time.monotonic() + seconds + joined.timeouts.phase_timeout
     remaining, marks = seconds, _Marks(joined, place)
     part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
     while True:

@@ -90,7 +90,7 @@ def _describe_self(settings: Settings) -> Record:
 def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     """Returns the verdict, after sending it to all processes that arrived."""
     began = time.monotonic()
-    deadline = began + settings.timeouts.initialization
+    deadline = began + settings.timeouts.initialization_timeout
     came: dict[Record, socket.socket | None] = {own: None}
     with contextlib.ExitStack() as connections, _listen(settings) as listening:
         while time.monotonic() < deadline and not _is_over(_drop_gone(came), settings):
@@ -110,7 +110,7 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
 
 def _listen(settings: Settings) -> socket.socket:
     """Returns the socket on which process 0 listens, at the coordinator's address."""
-    address = settings.bind_address or settings.coordinator_address
+    address = settings.coordinator_bind_address or settings.coordinator_address
     host, port = split_address(address, "coordinator_bind_address")
     try:
         resolved = resolve_host(host or "0.0.0.0", port)
@@ -228,7 +228,7 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
     """Tells process 0 who this process is, and returns its verdict."""
     assert settings.coordinator_address is not None
     address = split_address(settings.coordinator_address, "coordinator_address")
-    patience = settings.timeouts.initialization
+    patience = settings.timeouts.initialization_timeout
     deadline = time.monotonic() + patience
     while True:
         try:

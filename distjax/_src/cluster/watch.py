@@ -104,7 +104,7 @@ class Watch:
     def look(self, now: float) -> None:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
-        at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
+        at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase_timeout]
         own = mark_of(self._calls, at, blocked, self._is_at_end, error_in_hand())
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
@@ -153,7 +153,9 @@ class Watch:
         number, since = awaited
         marks = {**hear(self._job), self._job.process_id: own}
         behind = {i: mark for i, mark in marks.items() if mark.count < number}
-        longest = deadline + self._job.timeouts.phase  # one that C code holds up says nothing more
+        longest = (
+            deadline + self._job.timeouts.phase_timeout
+        )  # one that C code holds up says nothing more
         if any(mark.is_busy for mark in behind.values()) and now - since <= longest:
             self._excused = now
         elif now - max(since, self._excused) > deadline:
@@ -186,7 +188,7 @@ class Watch:
                 self._end(UNCAUGHT, self._callback_text(number, text), text)
 
     def _end_if_phase_overdue(self, now: float) -> None:
-        bound = self._job.timeouts.phase
+        bound = self._job.timeouts.phase_timeout
         for phase in phases():
             if phase.is_work and phase.has_bound and now - phase.since > bound:
                 self._end(STUCK, self._slow_text(phase.what))
@@ -269,8 +271,9 @@ class Watch:
         )
 
     def _slow_text(self, what: str) -> str:
+        timeouts = self._job.timeouts
         return message(
-            f"{what} needs to be done within phase_timeout ({self._job.timeouts.phase:g} s)",
+            f"{what} needs to be done within phase_timeout ({timeouts.phase_timeout:g} s)",
             got=f"no end of it on {self._job.name_process(self._job.process_id)}",
             why="the others wait for this process meanwhile",
             fix="look at its threads, which are printed here; if it takes longer: "

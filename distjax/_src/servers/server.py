@@ -423,23 +423,15 @@ class Server(ParameterServer):
             self._applied.restart(num_closures)
             self.is_lost = False
 
-    def lose(self) -> None:
-        """Drops all values, like a server that dies."""
-        with self._lock:
-            self._lose()
-
     # -- inside, under the lock -----------------------------------------------
 
     def _call(self, before: Callable[[], None]) -> None:
         try:
             before()
         except ServerDied as death:
-            self._lose()
+            self.is_lost = True
+            self._values.clear()
             raise lost_error(self.number) from death
-
-    def _lose(self) -> None:
-        self.is_lost = True
-        self._values.clear()
 
     def _forget_removed(self) -> None:
         while self._removed:

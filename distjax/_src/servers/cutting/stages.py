@@ -343,55 +343,38 @@ def _run_merge(
 
 
 def join_answers(update: NamedCode) -> tuple[NamedCode, NamedCode]:
-    """Returns an update whose answers need one server each, and code that joins the others."""
-    homes, pairs = _Homes(update), update.pairs()
-    joint = [(name, v) for name, v in pairs if not isinstance(name, Part) and homes.are_several(v)]
+    """Returns an update whose answers need one server each, and code that joins the others.
+
+    At which servers a value can be computed follows from the parts that it depends on. An equation
+    with several results is split into one for each, as these may differ in that.
+    """
+    code, pairs = update.code, update.pairs()
+    homes: dict[Var, frozenset[int | None]] = {
+        v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
+    }
+    nowhere = frozenset[int | None]()
+    homes_of = lambda atom: nowhere if isinstance(atom, Literal) else homes.get(atom, nowhere)
+    are_several = lambda atom: len(homes_of(atom) - {None}) > 1
+    eqns: list[JaxprEqn] = []
+    for eqn in code.jaxpr.eqns:
+        each = [eqn]
+        if len(eqn.outvars) > 1 and not eqn.effects:
+            made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
+            each = list(dict.fromkeys(made))  # once, if it cannot be split
+        eqns += each
+        for one in each:
+            homes.update(dict.fromkeys(one.outvars, nowhere.union(*map(homes_of, one.invars))))
+    joint = [(name, v) for name, v in pairs if not isinstance(name, Part) and are_several(v)]
     if not joint:
         return update, NOTHING_RUN
-    at_worker = [e for e in homes.eqns if not e.effects and homes.leaves_to_worker(e)]
-    joined = update.part(joint, at_worker)
-    current = dict(zip(update.operands, update.code.inputs, strict=True))
+    # The worker runs what no single server can, or none has to.
+    may_leave = lambda out: are_several(out) or not homes_of(out)
+    joined = update.part(joint, [e for e in eqns if not e.effects and may_leave(e.outvars[0])])
+    current = dict(zip(update.operands, code.inputs, strict=True))
     operands = [current[x] if isinstance(x, Part) else x for x in joined.operands]
     asked = [(v, v) for v in operands if v not in current]
-    rest = update.part([pair for pair in pairs if pair not in joint] + asked, homes.eqns)
+    rest = update.part([pair for pair in pairs if pair not in joint] + asked, eqns)
     return rest, dataclasses.replace(joined, operands=tuple(operands))
-
-
-class _Homes:
-    """At which servers the values of an update can be computed.
-
-    Attributes:
-      eqns: the equations of its code; one with several results is split into one for each, as
-        these may have different homes.
-    """
-
-    def __init__(self, update: NamedCode):
-        code = update.code
-        self._homes: dict[Var, frozenset[int | None]] = {
-            v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
-        }
-        self.eqns: list[JaxprEqn] = []
-        for eqn in code.jaxpr.eqns:
-            each = [eqn]
-            if len(eqn.outvars) > 1 and not eqn.effects:
-                made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
-                each = list(dict.fromkeys(made))  # once, if it cannot be split
-            self.eqns += each
-            for one in each:
-                homes = frozenset[int | None]().union(*map(self._of, one.invars))
-                self._homes.update(dict.fromkeys(one.outvars, homes))
-
-    def _of(self, atom: Var | Literal) -> frozenset[int | None]:
-        return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
-
-    def are_several(self, atom: Var | Literal) -> bool:
-        """Returns whether a value depends on variables of several servers."""
-        return len(self._of(atom) - {None}) > 1
-
-    def leaves_to_worker(self, eqn: JaxprEqn) -> bool:
-        """Returns whether the worker may run an equation: no single server can, or none has to."""
-        out = eqn.outvars[0]
-        return self.are_several(out) or not self._of(out)
 
 
 def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
@@ -522,13 +505,55 @@ def move_to_worker(update: NamedCode, early: Collection[int]) -> tuple[NamedCode
 
 
 def equations_at_worker(update: NamedCode, num_servers: int) -> set[int]:
-    """Returns the numbers of the equations of an update that its worker runs."""
-    graph = _Graph(update)
-    graph.hold_in_order()
+    """Returns the numbers of the equations of an update that its worker runs.
+
+    A cut of the graph of the update pays for each edge from the worker's side to the servers'. Its
+    nodes are the two ends, the equations by number, and (server, value) for a value that is sent
+    there. What depends on constants alone has no node: both sides compute it.
+    """
+    code, edges = update.code, dict[tuple[Any, Any], int]()
+    pairs = zip(code.inputs, update.operands, strict=True)
+    maker: dict[Any, Any] = {v: SERVERS if isinstance(x, Part) else WORKER for v, x in pairs}
+    known = lambda atoms: [v for v in values_of(atoms) if v in maker]
+    for number, eqn in enumerate(code.jaxpr.eqns):
+        makers = [maker[v] for v in known(eqn.invars)]
+        if eqn.effects or makers:
+            maker.update(dict.fromkeys(eqn.outvars, number))
+        # The worker may run it only if it runs those that compute its operands.
+        for needed in (*makers, SERVERS) if eqn.effects else makers:
+            if needed is not WORKER:
+                edges[number, needed] = ENDLESS
     for server, numbers in results_by_server(update, num_servers).items():
-        graph.send(server, numbers)
-    graph.ask_for_answers()
-    return graph.worker_side()
+        own = code.cut_to(numbers)
+        needs = [(e.invars, maker[made[0]]) for e in own.jaxpr.eqns if (made := known(e.outvars))]
+        num_written = sum(number < len(update.written) for number in numbers)
+        needs.append((list(own.outputs[:num_written]), SERVERS))
+        for value, consumer in ((v, user) for atoms, user in needs for v in known(atoms)):
+            if maker[value] is not SERVERS:
+                edges[maker[value], (server, value)] = _num_bytes(value)
+                edges[(server, value), consumer] = ENDLESS
+    for value in known(code.outputs[len(update.written) :]):  # an answer of a server's travels
+        if isinstance(maker[value], int):
+            edges[WORKER, maker[value]] = _num_bytes(value)
+    return _worker_side(edges)
+
+
+def _worker_side(edges: Mapping[tuple[Any, Any], int]) -> set[int]:
+    """Returns the equations on the worker's side of the latest minimum cut."""
+    nodes = {WORKER: 0, SERVERS: 1}
+    for edge in edges:
+        for node in edge:
+            nodes.setdefault(node, len(nodes))
+    sizes = [size for size in edges.values() if size != ENDLESS]
+    unit = 1 + sum(sizes) // (ENDLESS // 2)  # so that no sum of capacities is too large
+    capacities = [x if x == ENDLESS else -(-x // unit) for x in edges.values()]
+    ends = np.array([[nodes[a], nodes[b]] for a, b in edges]).reshape(-1, 2).T
+    values = (np.array(capacities, np.int32), (ends[0], ends[1]))
+    capacity = coo_matrix(values, (len(nodes), len(nodes))).tocsr()
+    left = (capacity - maximum_flow(capacity, 0, 1).flow).maximum(0)
+    left.eliminate_zeros()
+    at_servers = set(breadth_first_order(left.T, 1, return_predecessors=False).tolist())
+    return {n for n, i in nodes.items() if isinstance(n, int) and i not in at_servers}
 
 
 def slices_of_operands(update: NamedCode) -> set[int]:
@@ -536,78 +561,6 @@ def slices_of_operands(update: NamedCode) -> set[int]:
     operands = update.code.inputs[len(update.parts) :]
     eqns = enumerate(update.code.jaxpr.eqns)
     return {i for i, e in eqns if e.primitive.name == "slice" and e.invars[0] in operands}
-
-
-class _Graph:
-    """The graph of an update: a cut pays for each edge from the worker's side to the servers'.
-
-    Its nodes are the two ends, the equations by number, and (server, value) for a value that is
-    sent there. What depends on constants alone has no node: both sides compute it.
-    """
-
-    def __init__(self, update: NamedCode):
-        self._update, self._jaxpr = update, update.code.jaxpr
-        pairs = zip(update.code.inputs, update.operands, strict=True)
-        self._maker: dict[Var, Any] = {
-            v: SERVERS if isinstance(name, Part) else WORKER for v, name in pairs
-        }
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            if eqn.effects or self._known(eqn.invars):
-                self._maker.update(dict.fromkeys(eqn.outvars, number))
-        self._edges: dict[tuple[Any, Any], int] = {}
-
-    def _known(self, atoms: Iterable[Any]) -> list[Var]:
-        """Returns the values among `atoms` that are not constants."""
-        return [v for v in values_of(atoms) if v in self._maker]
-
-    def hold_in_order(self) -> None:
-        """Lets the worker run an equation only if it runs those that compute its operands."""
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            for value in self._known(eqn.invars):
-                if self._maker[value] is not WORKER:
-                    self._edges[number, self._maker[value]] = ENDLESS
-            if eqn.effects:
-                self._edges[number, SERVERS] = ENDLESS
-
-    def send(self, server: int, numbers: Sequence[int]) -> None:
-        """Makes a cut pay for each value that one server needs and does not compute."""
-        code = self._update.code.cut_to(numbers)
-        for eqn in code.jaxpr.eqns:
-            made = self._known(eqn.outvars)
-            for value in self._known(eqn.invars) if made else ():
-                self._need(server, value, self._maker[made[0]])
-        num_written = sum(number < len(self._update.written) for number in numbers)
-        for value in self._known(code.jaxpr.outvars[:num_written]):
-            self._need(server, value, SERVERS)
-
-    def _need(self, server: int, value: Var, consumer: Hashable) -> None:
-        maker = self._maker[value]
-        if maker is not SERVERS:
-            self._edges[maker, (server, value)] = _num_bytes(value)
-            self._edges[(server, value), consumer] = ENDLESS
-
-    def ask_for_answers(self) -> None:
-        """Makes a cut pay for each answer that is computed at a server."""
-        for value in self._known(self._jaxpr.outvars[len(self._update.written) :]):
-            if isinstance(self._maker[value], int):
-                self._edges[WORKER, self._maker[value]] = _num_bytes(value)
-
-    def worker_side(self) -> set[int]:
-        """Returns the equations on the worker's side of the latest minimum cut."""
-        nodes = {WORKER: 0, SERVERS: 1}
-        for edge in self._edges:
-            for node in edge:
-                nodes.setdefault(node, len(nodes))
-        sizes = [size for size in self._edges.values() if size != ENDLESS]
-        unit = 1 + sum(sizes) // (ENDLESS // 2)  # so that no sum of capacities is too large
-        capacities = [x if x == ENDLESS else -(-x // unit) for x in self._edges.values()]
-        ends = np.array([[nodes[a], nodes[b]] for a, b in self._edges]).reshape(-1, 2).T
-        values = (np.array(capacities, np.int32), (ends[0], ends[1]))
-        capacity = coo_matrix(values, (len(nodes), len(nodes))).tocsr()
-        left = (capacity - maximum_flow(capacity, 0, 1).flow).maximum(0)
-        left.eliminate_zeros()
-        at_servers = set(breadth_first_order(left.T, 1, return_predecessors=False).tolist())
-        return {n for n, i in nodes.items() if isinstance(n, int) and i not in at_servers}
 
 
 def _num_bytes(value: Var) -> int:

@@ -162,7 +162,7 @@ def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[st
 def _hear_all(joined: Job, place: str, seconds: float) -> str:
     """Returns all texts, as forwarded by process 0 once the last one has arrived."""
     bound = time.monotonic() + seconds + joined.timeouts.phase_timeout
-    remaining, marks = seconds, _Marks(joined, place)
+    remaining, seen = seconds, dict[int, Mark]()  # of those who are missing
     part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
     while True:
         began, key = time.monotonic(), f"{place}/said"
@@ -184,29 +184,15 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
             if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > bound:
                 raise
             remaining -= part
-            if marks.show_work():
+            came, former = who_came(joined, place), seen
+            seen = {i: mark for i, mark in hear(joined).items() if i not in came}
+            # One is at work, or has been since the last look; or all have just arrived.
+            is_busy = any(m.is_busy or former.get(i, m) != m for i, m in seen.items())
+            if is_busy or len(came) == joined.num_processes:
                 remaining = seconds
             elif remaining <= 1e-6:
                 raise
             part = min(remaining, seconds / _NUM_LOOKS)
-
-
-class _Marks:
-    """The marks of those who are missing at a place, as far as they have been looked at."""
-
-    def __init__(self, joined: Job, place: str):
-        self._job, self._place = joined, place
-        self._seen: dict[int, Mark] = {}
-
-    def show_work(self) -> bool:
-        """Returns whether one that is missing is at work, or has been since the last look.
-
-        Also if all have just arrived.
-        """
-        came, former = who_came(self._job, self._place), self._seen
-        self._seen = {i: mark for i, mark in hear(self._job).items() if i not in came}
-        is_busy = any(m.is_busy or former.get(i, m) != m for i, m in self._seen.items())
-        return is_busy or len(came) == self._job.num_processes
 
 
 def _wait_for(joined: Job, key: str, seconds: float) -> str:

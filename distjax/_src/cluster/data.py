@@ -173,13 +173,7 @@ def join_readers(layout: InputLayout, partial: Partial) -> JobReaders | None:
 
 
 def _num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
-    """Returns B of elements that their process can pad to the size of others'; 0 for any other.
-
-    Args:
-      tree: leaves [..., R, B, ...], or None.
-      axis: which one B is.
-      is_own: whether each process reads its own data.
-    """
+    """Returns B of elements [..., R, B, ...] that may be padded, else 0; axis: which one B is."""
     if not is_own or tree is None:
         return 0
     is_batch = isinstance(jax.tree.unflatten(tree.treedef, tree.leaves), Batch)
@@ -193,13 +187,7 @@ def _padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
 
 
 def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -> Report:
-    """Returns the report to compare for some elements, leaves [k, R, B, ...].
-
-    Args:
-      tree: the elements.
-      is_own: whether each process reads its own data.
-      is_first: whether the data begins with them.
-    """
+    """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
     num_padded = _num_padded_rows(tree, 2, is_own=is_own)
     # With own data, R counts this process's replicas.
     first = 3 if num_padded else 2 if is_own else 1

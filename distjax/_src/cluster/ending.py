@@ -254,10 +254,6 @@ class _Alone:
         self.is_told = True
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextlib.contextmanager
 def listening() -> Generator[Any]:
     """A context in which SIGTERM is a notice; gives a function of the step: whether all stop at it.
@@ -265,10 +261,11 @@ def listening() -> Generator[Any]:
     In a job it stays one afterwards, as in plain JAX: another process may have been told.
     """
     manager = jax_compat.preemption_sync_manager()
+    is_main_thread = threading.current_thread() is threading.main_thread()
     if isinstance(manager, Notice):
         manager.listen()
         yield manager.reached_sync_point
-    elif manager is not None or job() is not None or not _is_main_thread():
+    elif manager is not None or job() is not None or not is_main_thread:
         yield getattr(manager, "reached_sync_point", lambda step: False)  # none: it was disabled
     else:
         alone = _Alone()

@@ -227,8 +227,7 @@ class Phase(NamedTuple):
 _PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
-_count_phase = itertools.count(1).__next__
-_num_phases = [0]
+_num_phases = 0
 
 
 def phase(what: str) -> contextlib.AbstractContextManager[None]:
@@ -268,11 +267,11 @@ def waiting(what: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _phase(what: str, is_work: bool) -> Generator[None]:
+    global _num_phases
     thread = threading.get_ident()
     outer = _by_thread.get(thread)
     _by_thread[thread] = Phase(what, time.monotonic(), is_work)
-    if is_work:
-        _num_phases[0] = _count_phase()
+    _num_phases += is_work
     try:
         yield
     finally:
@@ -316,7 +315,7 @@ def phases() -> tuple[Phase, ...]:
 
 def num_phases() -> int:
     """Returns how many phases of work this process has begun."""
-    return _num_phases[0]
+    return _num_phases
 
 
 # -- marks: what a process reports between meetings ------------------------------

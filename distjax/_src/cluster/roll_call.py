@@ -93,8 +93,14 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     deadline = began + settings.timeouts.initialization_timeout
     came: dict[Record, socket.socket | None] = {own: None}
     with contextlib.ExitStack() as connections, _listen(settings) as listening:
-        while time.monotonic() < deadline and not _is_over(_drop_gone(came), settings):
-            if _find_wrong(list(came)):
+        while time.monotonic() < deadline:
+            present, wrong = _drop_gone(came), bool(_find_wrong(list(came)))
+            ids = {record.process_id for record in present}
+            if ids.issuperset(range(settings.num_processes)):
+                break
+            if wrong and len(present) >= settings.num_processes:
+                break  # no further process is expected
+            if wrong:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             arrived = _accept(listening, deadline)
             if arrived is not None:
@@ -167,12 +173,6 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
     finally:
         connection.settimeout(seconds)
-
-
-def _is_over(came: list[Record], settings: Settings) -> bool:
-    """Returns whether no further process is expected."""
-    missing = set(range(settings.num_processes)) - {r.process_id for r in came}
-    return not missing or (len(came) >= settings.num_processes and bool(_find_wrong(came)))
 
 
 def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dict[str, Any]:

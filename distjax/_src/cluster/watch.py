@@ -191,7 +191,15 @@ class Watch:
         bound = self._job.timeouts.phase_timeout
         for phase in phases():
             if phase.is_work and phase.has_bound and now - phase.since > bound:
-                self._end(STUCK, self._slow_text(phase.what))
+                own, name = self._job.process_id, self._job.name_process
+                text = message(
+                    f"{phase.what} needs to be done within phase_timeout ({bound:g} s)",
+                    got=f"no end of it on {name(own)}",
+                    why="the others wait for this process meanwhile",
+                    fix="look at its threads, which are printed here; if it takes longer: "
+                    "dj.initialize(..., phase_timeout=7200)",
+                )
+                self._end(STUCK, text)
 
     # -- the end --------------------------------------------------------------
 
@@ -268,16 +276,6 @@ class Watch:
             why="the program does not complete without it, and the other processes wait in it",
             fix="look at its traceback, which is printed here; what may fail is caught in the "
             "callback: def callback(x): try: ... except Exception: return x",
-        )
-
-    def _slow_text(self, what: str) -> str:
-        timeouts = self._job.timeouts
-        return message(
-            f"{what} needs to be done within phase_timeout ({timeouts.phase_timeout:g} s)",
-            got=f"no end of it on {self._job.name_process(self._job.process_id)}",
-            why="the others wait for this process meanwhile",
-            fix="look at its threads, which are printed here; if it takes longer: "
-            "dj.initialize(..., phase_timeout=7200)",
         )
 
 

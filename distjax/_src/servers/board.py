@@ -436,6 +436,10 @@ class Board:
         """Returns the workers that take closures."""
         return [w for w in tuple(self.workers.values()) if not w.is_removed]
 
+    def worker_ids(self) -> list[int]:
+        """Returns their ids."""
+        return [worker.number for worker in self.active_workers()]
+
     def add_workers(self, count: int) -> list[int]:
         """Starts workers, each a thread; returns their ids.
 
@@ -461,8 +465,7 @@ class Board:
     def remove_workers(self, choose: Callable[[list[int]], Sequence[int]]) -> None:
         """Ends workers after the closures they have in hand, and waits until they have ended."""
         with self._choosing:
-            ids = choose([worker.number for worker in self.active_workers()])
-            workers = [self.workers[number] for number in ids]
+            workers = [self.workers[number] for number in choose(self.worker_ids())]
             for worker in workers:
                 worker.is_removed = True
             self.end_starved()

@@ -23,7 +23,6 @@ from distjax._src.placement.topology import (
     REPLICA_AXIS,
     Topology,
     local_devices,
-    mesh_topology,
     one_device_topology,
     take_local,
 )
@@ -44,7 +43,7 @@ from distjax._src.servers.per_worker import (
     draw_each,
     require_source,
 )
-from distjax._src.servers.plan import StepPlan, lower, shardings_of
+from distjax._src.servers.plan import StepPlan, home_of, lower, shardings_of
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot
 from distjax._src.servers.storage import (
     ServerPlacement,
@@ -74,16 +73,7 @@ from distjax.errors import ContextError, describe_value, is_int, message, requir
 class ParameterServerExtended(StrategyExtended):
     """The `extended` of a `ParameterServerStrategy`.
 
-    Args:
-      topology: the replicas of a worker, all on the device where the user's process gets values.
-      board: of its closures; its engine runs workers and servers.
-      num_servers: how many servers there are.
-      partitioner: says into how many shards a variable is split; None: none is split.
-      cut: "least_bytes" or "arguments".
-
-    Attributes:
-      board: as given.
-      cutter: cuts steps.
+    Its topology has the replicas of a worker, all on the device where users get values.
     """
 
     def __init__(
@@ -238,7 +228,7 @@ class ParameterServerStrategy(Strategy):
             why="it says which part of a merge the worker does",
             fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
         )
-        homes = self._homes = _as_homes(_as_workers(workers), axis_name)
+        homes = self._homes = [home_of(each, axis_name) for each in _as_workers(workers)]
         self.worker_devices = tuple(home.devices for home in homes)
         self.max_staleness = max_staleness
         self.engine = _as_engine(engine)
@@ -370,13 +360,6 @@ def _as_workers(
         fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
     )
     return tuple(each)
-
-
-def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[Topology]:
-    """Returns where each worker runs its replicas."""
-    if len(workers[0]) == 1:
-        return [one_device_topology(device, 1, axis_name) for (device,) in workers]
-    return [mesh_topology(devices, axis_name) for devices in workers]
 
 
 def _require_count(value: object, name: str) -> None:
@@ -562,7 +545,7 @@ def _take_over(
         fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
         error=RuntimeError,
     )
-    workers = [worker.number for worker in board.active_workers()]
+    workers = board.worker_ids()
     own = {x: x.copy_for(workers) if isinstance(x, PerWorkerValues) else x for x in found}
     taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
     args, kwargs = jax.tree.unflatten(treedef, taken)
@@ -837,13 +820,10 @@ class Coordinator:
         open_data = strategy.engine.open_data if at == "worker" else None
         num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(
-            fn_or_dataset, self._worker_ids, num_replicas, open_data, self._iterators
+            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._iterators
         )
 
     # -- workers --------------------------------------------------------------
-
-    def _worker_ids(self) -> list[int]:
-        return [worker.number for worker in self._board.active_workers()]
 
     def add_workers(self, n: int = 1) -> list[int]:
         """Starts more workers; returns their ids."""

@@ -24,6 +24,7 @@ from jax.stages import Lowered
 from distjax._src import jax_compat
 from distjax._src.jax_compat import ShapedArray
 from distjax._src.placement import Topology, transfer
+from distjax._src.placement.topology import mesh_topology, one_device_topology
 from distjax._src.servers.per_worker import Argument, RemoteArray
 from distjax._src.variables.storage import StoredArray
 
@@ -246,6 +247,13 @@ def as_view(value: jax.Array) -> jax.Array | np.ndarray:
 def struct_of(aval: ShapedArray, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
     """Returns what stands for an array in a compilation."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def home_of(devices: Sequence[jax.Device], axis_name: str) -> Topology:
+    """Returns where a worker with these devices runs its replicas, one on each."""
+    if len(devices) == 1:
+        return one_device_topology(devices[0], 1, axis_name)
+    return mesh_topology(devices, axis_name)
 
 
 def sharding_of(slot: int, plan: StepPlan, home: Topology) -> Sharding:

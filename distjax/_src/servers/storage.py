@@ -91,11 +91,9 @@ class ServerLayout:
         return SingleDeviceSharding(self.device)
 
     def to_stored(self, value: jax.Array) -> Any:
-        """Returns `value` unchanged."""
         return value
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
-        """Returns `stored` unchanged."""
         return stored
 
     def constrain(self, stored: jax.Array) -> jax.Array:
@@ -103,7 +101,6 @@ class ServerLayout:
         return jnp.asarray(stored)
 
     def unencoded(self, shape: tuple[int, ...]) -> ServerLayout:
-        """Returns this layout."""
         return self
 
     def beside(self, shape: tuple[int, ...]) -> ServerLayout:
@@ -124,13 +121,7 @@ class AtEveryServer:
 class ServerPlacement:
     """Puts each variable on the server with the fewest bytes, and shards on servers in turn.
 
-    Args:
-      num_servers: how many servers there are.
-      device: where values fetched from them are placed.
-      partitioner: the number of shards per axis of a variable; None: no variable is split.
-
-    Attributes:
-      synchronizes: False, since a server has one value, however many replicas a worker has.
+    It does not synchronize: a server has one value, however many replicas a worker has.
     """
 
     synchronizes = False
@@ -283,18 +274,13 @@ class ServerStorage(StoredArray):
         """Returns the servers' current value; None before they have one."""
         if not self._is_made:
             return None
+        here, values = SingleDeviceSharding(self._device), dict[str, jax.Array]()
         with jax_compat.outside_traces():
-            values = self._read_parts()
-            return values[0] if len(values) == 1 else jnp.concatenate(values)
-
-    def _read_parts(self) -> list[jax.Array]:
-        """Returns the values of the parts; those at one server are of one version of it."""
-        values: dict[str, jax.Array] = {}
-        for number, parts in self._read_at.items():
-            keys = [part.key for part in parts]
-            values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
-        here = SingleDeviceSharding(self._device)
-        return [transfer(values[part.key], here) for part in self.parts]
+            for number, parts in self._read_at.items():  # of one version of each server
+                keys = [part.key for part in parts]
+                values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
+            each = [transfer(values[part.key], here) for part in self.parts]
+            return each[0] if len(each) == 1 else jnp.concatenate(each)
 
     def take_copy(self) -> Any:
         """Returns the value, which is fetched, so nobody else has it."""
@@ -322,19 +308,15 @@ class ServerStorage(StoredArray):
     def put(self, array: jax.Array | None) -> None:
         """Sends a value to the servers."""
         self._num_changes += 1
-        if isinstance(array, jax.Array):
-            with jax_compat.outside_traces():
-                self._send(array)
+        with jax_compat.outside_traces():
+            for number, parts in self._written_at.items() if isinstance(array, jax.Array) else ():
+                server, values = self._servers[number], {p.key: _slice(array, p) for p in parts}
+                if self._is_made:
+                    server.write(values)
+                    continue
+                for key, value in values.items():
+                    server.create(key, value)
         self._is_made = isinstance(array, jax.Array)
-
-    def _send(self, array: jax.Array) -> None:
-        for number, parts in self._written_at.items():
-            values = {part.key: _slice(array, part) for part in parts}
-            if self._is_made:
-                self._servers[number].write(values)
-                continue
-            for key, value in values.items():
-                self._servers[number].create(key, value)
 
 
 def _slice(array: jax.Array, part: Part) -> jax.Array:

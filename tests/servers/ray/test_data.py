@@ -183,11 +183,10 @@ class FakeEngine:
 
     def replace_dead(self, *of):
         self.deaths.append(of)
-        return "killed"
 
 
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
-    monkeypatch.setattr("ray.get", lambda call: call())
+    monkeypatch.setattr("ray.get", lambda call, timeout: call())
     elements = RemoteElements(FakeEngine(), 0, 7, lambda: [])
     elements._pickled = b"a function of a module that is not installed there"
     with pytest.raises(pickle.UnpicklingError):
@@ -199,12 +198,12 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
 
     import ray
 
-    def get(call):
-        raise ray.exceptions.RayActorError
+    def get(call, timeout):
+        raise ray.exceptions.RayActorError(None, "killed")
 
     monkeypatch.setattr(ray, "get", get)
     engine = FakeEngine()
-    with pytest.raises(WorkerDied, match="^killed$") as caught:
+    with pytest.raises(WorkerDied, match="killed") as caught:
         RemoteElements(engine, 0, 7, lambda: [])[0]
     assert caught.value.has_begun and len(engine.deaths) == 3
 

@@ -84,10 +84,9 @@ class CutDescription:
             ("answered", format_bytes(self.answered_bytes)),
         )
         yield Table("cut, per step of one worker:", (), travel)
-        rows = tuple(
-            (p.where, format_bytes(p.received_bytes), format_bytes(p.answered_bytes), _few(p))
-            for p in self.parts
-        )
+        few = lambda names: ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
+        sizes = lambda part: map(format_bytes, (part.received_bytes, part.answered_bytes))
+        rows = tuple((p.where, *sizes(p), few(p.operations)) for p in self.parts)
         yield Table("runs, in this order:", ("where", "gets", "answers", "operations"), rows)
         yield Table(
             "variables at servers (pulled: the worker's snapshot; read now: in a merge, at its "
@@ -95,11 +94,6 @@ class CutDescription:
             ("name", "lives", "bytes", "use"),
             tuple((v.name, v.lives, format_bytes(v.num_bytes), v.use) for v in self.variables),
         )
-
-
-def _few(part: CutPart) -> str:
-    more = len(part.operations) - 6
-    return ", ".join(part.operations[:6]) + (f" and {more} more" if more > 0 else "")
 
 
 def describe_plan(plan: StepPlan, variables: Sequence[Variable]) -> CutDescription:

@@ -328,27 +328,21 @@ def assemble_plan(
     programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
     require_small(name, made)
+    rebuild = traced.result.combine
+    if topology.num_replicas > 1:
+        is_varying = [v in localities.varying for v in results]
+        rebuild = functools.partial(_rebuild, rebuild, is_varying, topology)
     return StepPlan(
         name=name,
         arguments=arguments,
         pulls=pulls,
         stages=made,
         results=tuple(slots[v] for v in results),
-        rebuild=_rebuilder(traced.result.combine, results, localities),
+        rebuild=rebuild,
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         kept=tuple(v.stored for v in variables),
         varying=frozenset(slots[v] for v in localities.varying if v in slots),
     )
-
-
-def _rebuilder(
-    combine: Callable[[Sequence[Any]], Any], results: Sequence[Any], localities: Localities
-) -> Callable[[Sequence[jax.Array]], Any]:
-    """Returns the function that builds the user's results from a worker's arrays."""
-    if localities.topology.num_replicas == 1:
-        return combine
-    is_varying = [v in localities.varying for v in results]
-    return functools.partial(_rebuild, combine, is_varying, localities.topology)
 
 
 def _rebuild(
@@ -357,7 +351,7 @@ def _rebuild(
     topology: Topology,
     arrays: Sequence[jax.Array],
 ) -> Any:
-    """Returns the results as values of the strategy, on its device."""
+    """Returns the user's results, as values of the strategy on its device."""
     arrays = [transfer(x, topology.mirrored) for x in arrays]
     pairs = zip(arrays, is_varying, strict=True)
     return combine([PerReplica(x, topology) if varying else x for x, varying in pairs])

@@ -22,7 +22,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 import distjax
 from distjax._src import jax_compat
 from distjax._src.context import ProgramModes
-from distjax._src.placement.topology import abstract_topology, mesh_topology, one_device_topology
+from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
 from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax._src.servers.per_worker import Elements
@@ -33,6 +33,7 @@ from distjax._src.servers.plan import (
     Push,
     Stage,
     StepPlan,
+    home_of,
     shardings_of,
     struct_of,
 )
@@ -72,10 +73,8 @@ class WorkerActor:
     """A worker in its own process, which talks to the servers directly."""
 
     def __init__(self, num_replicas: int, axis_name: str) -> None:
-        self._device, *others = jax.local_devices()[:num_replicas]
-        self._home = one_device_topology(self._device, 1, axis_name)
-        if others:
-            self._home = mesh_topology((self._device, *others), axis_name)
+        self._home = home_of(jax.local_devices()[:num_replicas], axis_name)
+        self._device = self._home.devices[0]
         self._plans: dict[int, StepPlan] = {}
         self._datasets: dict[int, Elements] = {}  # the one that was drawn from last at the end
         self.set_servers(())
@@ -203,18 +202,43 @@ class _RemoteServers:
 
 def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Returns each server's answer."""
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError
-
     answers: list[tuple[int, Any]] = []
     for server, call in calls.items():
         try:
-            answers.append((server, ray.get(call)))
-        except RayActorError:
+            answers.append((server, get(call)))
+        except ProcessDied:
             raise lost_error(server) from None
-        except RayTaskError as error:  # as it was raised in the other process
-            raise error.cause from error
     return answers
+
+
+class ProcessDied(Exception):
+    """A process that was called is gone; the text says why."""
+
+
+def get(call: Any, seconds: float | None = None) -> Any:
+    """Returns what a process answers to a call, or raises the exception that it raised.
+
+    Raises:
+      ProcessDied: it is gone.
+      TimeoutError: it has not answered so soon.
+    """
+    import ray
+    from ray import exceptions
+
+    try:
+        return ray.get(call, timeout=seconds)
+    except exceptions.RayTaskError as error:  # which has the traceback
+        raise error.cause from error
+    except (
+        exceptions.GetTimeoutError,
+        exceptions.RaySystemError,  # this and the next: the answer cannot be read here
+        exceptions.UnserializableException,
+    ):
+        raise
+    except exceptions.RayError as error:
+        lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+        ends = dict.fromkeys((*lines[:1], *lines[-1:]))  # what died, and why
+        raise ProcessDied(" ... ".join(ends) or type(error).__name__) from error
 
 
 # -- servers ------------------------------------------------------------------

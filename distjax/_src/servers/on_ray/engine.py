@@ -35,11 +35,13 @@ from distjax._src.servers.on_ray.actors import (
     OnWire,
     Order,
     Place,
+    ProcessDied,
     ProcessInfo,
     ServerActor,
     WorkerActor,
     export_plan,
     from_wire,
+    get,
     own_versions,
     start_actor,
     to_wire,
@@ -208,11 +210,10 @@ class RayEngine(Engine):
                 if failures == self.max_failures:
                     raise
 
-    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
-        """Replaces a process that died; returns why it did."""
+    def replace_dead(self, worker: int, process: RayProcess) -> None:
+        """Replaces a process that died."""
         self._drop(worker, process)
         self.begin(worker)
-        return ends_of(error)
 
     def end_worker(self, worker: int) -> None:
         import ray
@@ -330,19 +331,14 @@ class RayServer(ParameterServer):
 
     def call(self, method: str, *args: object) -> Any:
         """Returns the result of a method of its process, or raises its exception."""
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
-
         if self.is_lost:
             raise lost_error(self.number)
         self._tell()
         try:
-            return ray.get(getattr(self.actor, method).remote(*args))
-        except RayActorError as error:
+            return get(getattr(self.actor, method).remote(*args))
+        except ProcessDied as error:
             self.is_lost = True
             raise lost_error(self.number) from error
-        except RayTaskError as error:
-            raise error.cause from error
 
     def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
         """Returns the result of a method of the `Server` in its process: see `call`."""
@@ -408,18 +404,11 @@ class Sent:
         )
 
     def _answered(self) -> Done | None:
-        import ray
-        from ray.exceptions import RayError, RayTaskError, UnserializableException
-
         try:
-            return ray.get(self._answer)
-        except RayTaskError as error:
-            raise error.cause from error
-        except UnserializableException:
-            raise
-        except RayError as error:
-            ends = self._engine.replace_dead(self._worker, self._process, error)
-            raise WorkerDied(ends, has_begun=self._process.blame()) from error
+            return get(self._answer)
+        except ProcessDied as death:
+            self._engine.replace_dead(self._worker, self._process)
+            raise WorkerDied(death, has_begun=self._process.blame()) from death
 
 
 # -- per-worker data ----------------------------------------------------------
@@ -461,33 +450,19 @@ class RemoteElements(NumberedElements):
 
     def _draw(self, index: int) -> tuple[Any, Any]:
         """Returns an element with a struct in place of each array, and Ray's reference to these."""
-        import ray
-        from ray.exceptions import (
-            RayError,
-            RaySystemError,
-            RayTaskError,
-            UnserializableException,
-        )
-
-        engine, failures = self._engine, 0
+        failures = 0
         while True:
-            process = engine.find(self._worker)
+            process = self._engine.find(self._worker)
             assert process is not None, "it is wanted"
+            draw: Any = process.actor.draw.options(num_returns=2)
+            described, arrays = draw.remote(self._number, self._pickled, index)
             try:
-                draw: Any = process.actor.draw.options(num_returns=2)
-                described, arrays = draw.remote(self._number, self._pickled, index)
-                element: Any = ray.get(described)
-            except RayTaskError as error:  # it has the traceback
-                raise error.cause from error
-            except (RaySystemError, UnserializableException):  # the element cannot be read here
-                raise
-            except RayError as error:
-                ends = engine.replace_dead(self._worker, process, error)
+                return get(described), arrays
+            except ProcessDied as death:
+                self._engine.replace_dead(self._worker, process)
                 failures += 1
-                if failures == engine.max_failures:
-                    raise WorkerDied(ends) from error  # it is the data that kills
-                continue
-            return element, arrays
+                if failures == self._engine.max_failures:
+                    raise WorkerDied(death) from death  # it is the data that kills
 
 
 def _fetch(arrays: Any) -> Sequence[np.ndarray]:
@@ -521,11 +496,12 @@ def connect(address: str | None) -> bool:
     The address None is the one that Ray is connected to, or named by RAY_ADDRESS, or a new one
     here; that is a ClusterError if the user has imported Ray.
     """
+    global _started
     with _starting:
         is_new = address is None and "RAY_ADDRESS" not in os.environ
         is_imported = sys.modules.get("ray") is not None
         settings = _settings() if is_new and (_folder or not is_imported) else {}
-        with _signals(), _environment(settings):
+        with _unchanged(settings):
             if not is_imported:
                 _import_ray()
             import ray
@@ -545,7 +521,15 @@ def connect(address: str | None) -> bool:
                 "cluster with Ray's own settings, which RayEngine() then uses",
                 error=ClusterError,
             )
-            _start_here()
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(_folder),
+            )
+            _started = True
             return True
 
 
@@ -583,21 +567,6 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _start_here() -> None:
-    global _started
-    import ray
-
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(_folder),
-    )
-    _started = True
-
-
 def _end_cluster(pid: int) -> None:
     """Shuts down the cluster of a process; a forked child has none."""
     global _started
@@ -611,9 +580,9 @@ def _end_cluster(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Generator[None]:
-    """A context in which environment variables are set; all are restored after it."""
-    before = dict(os.environ)
+def _unchanged(settings: dict[str, str]) -> Generator[None]:
+    """A context with environment variables; restores all of these, and the handler of SIGTERM."""
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ.update(settings)
     try:
         yield
@@ -621,17 +590,7 @@ def _environment(settings: dict[str, str]) -> Generator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _signals() -> Generator[None]:
-    """A context that restores the handler of SIGTERM."""
-    handler: Any = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and handler is not None:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
@@ -675,12 +634,6 @@ def actor_options(
 START_SECONDS = 300.0
 
 
-def ends_of(error: Exception) -> str:
-    """Returns the first and last line of a Ray error, in one line: what died, and why."""
-    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
-
-
 def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
@@ -702,21 +655,18 @@ class RayProcess:
 
     def wait(self, seconds: float) -> bool:
         """Returns whether it has started by then; a ClusterError if it failed, or is of no use."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
         if self.info is not None:
             return True
         name, count = self.name, self._num_devices
         try:
-            info: ProcessInfo = ray.get(self._answer, timeout=seconds)
-        except GetTimeoutError:
+            info: ProcessInfo = get(self._answer, seconds)
+        except TimeoutError:
             return False
-        except RayActorError as error:
+        except ProcessDied as error:
             raise ClusterError(
                 message(
                     f"{name} needs a process that starts",
-                    got=ends_of(error),
+                    got=str(error),
                     why="it imports distjax and JAX, before it is sent anything",
                     fix="install both on every machine of the cluster, or name them in "
                     "RayEngine(runtime_env=...); Ray's logs have all of it",

@@ -345,7 +345,7 @@ class Attempt:
             for push, answer in zip(stage.pushes, answers, strict=True):
                 self._bring(push.answers, answer.arrays)
                 self.versions[push.server] = answer.version
-                self.tokens.append(answer.token)
+                self.tokens += [] if answer.token is None else [answer.token]
 
     def _compile(self) -> list[Executable]:
         plan = self._plan

@@ -153,11 +153,11 @@ def lost_error(number: int, got: str = "a server that is lost") -> ServerLostErr
 
 
 class Answer(NamedTuple):
-    """What a push gives: the version after it, its answers, a token that is ready with them."""
+    """What a push gives: the version after it, its answers, a token if they may not be ready."""
 
     version: int
     arrays: tuple[jax.Array, ...]
-    token: jax.Array
+    token: jax.Array | None = None
 
 
 #: The numbers of a closure, its stage and the attempt.

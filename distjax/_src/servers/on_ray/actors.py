@@ -14,7 +14,6 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -80,7 +79,6 @@ class WorkerActor:
         self.set_servers(())
         #: By closure, from `begin` to the last `push`.
         self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
-        self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
@@ -132,7 +130,7 @@ class WorkerActor:
         with order.modes():
             arrays = from_wire(sent, self._device)
             task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
-            servers = _RemoteServers(self._servers, order, self._device, self._ready)
+            servers = _RemoteServers(self._servers, order, self._device)
             attempt = Attempt(task, servers, self._home, self._compiled)
         self._attempts[order.closure] = attempt, attempt.run()
         return self.push(order)
@@ -162,14 +160,9 @@ class _RemoteServers:
     """The servers, as a worker in its own process sees them."""
 
     def __init__(
-        self,
-        servers: Sequence[ActorHandle[ServerActor]],
-        order: Order,
-        device: jax.Device,
-        token: jax.Array,
+        self, servers: Sequence[ActorHandle[ServerActor]], order: Order, device: jax.Device
     ):
         self._servers, self._order, self._device = servers, order, device
-        self._token = token
 
     def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
         """Sends them their programs, and has them compiled; what is pulled is sent as it is."""
@@ -195,7 +188,7 @@ class _RemoteServers:
             for (push, _, pulled), arrays in zip(sent, ready, strict=True)
         }
         return [
-            Answer(version, tuple(from_wire(answers, self._device)), self._token)
+            Answer(version, tuple(from_wire(answers, self._device)))
             for _, (version, answers) in _get_all(calls)
         ]
 

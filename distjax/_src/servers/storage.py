@@ -308,15 +308,19 @@ class ServerStorage(StoredArray):
     def put(self, array: jax.Array | None) -> None:
         """Sends a value to the servers."""
         self._num_changes += 1
-        with jax_compat.outside_traces():
-            for number, parts in self._written_at.items() if isinstance(array, jax.Array) else ():
-                server, values = self._servers[number], {p.key: _slice(array, p) for p in parts}
-                if self._is_made:
-                    server.write(values)
-                    continue
-                for key, value in values.items():
-                    server.create(key, value)
+        if isinstance(array, jax.Array):
+            with jax_compat.outside_traces():
+                self._send(array)
         self._is_made = isinstance(array, jax.Array)
+
+    def _send(self, array: jax.Array) -> None:
+        for number, parts in self._written_at.items():
+            server, values = self._servers[number], {p.key: _slice(array, p) for p in parts}
+            if self._is_made:
+                server.write(values)
+                continue
+            for key, value in values.items():
+                server.create(key, value)
 
 
 def _slice(array: jax.Array, part: Part) -> jax.Array:

@@ -307,7 +307,7 @@ class _Value:
         return self.forms[sizes]
 
 
-def _value(found: Any) -> _Value:
+def _value(found: object) -> _Value:
     return found if isinstance(found, _Value) else _Value({(): (found,)})  # a literal
 
 

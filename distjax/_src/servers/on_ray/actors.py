@@ -41,6 +41,7 @@ from distjax._src.typing import PyTree
 from distjax.errors import UnsupportedError, message, require
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 
@@ -208,7 +209,7 @@ class ProcessDied(Exception):
     """A process that was called is gone; the text says why."""
 
 
-def get(call: Any, seconds: float | None = None) -> Any:
+def get(call: ObjectRef[Any], seconds: float | None = None) -> Any:
     """Returns what a process answers to a call, or raises the exception that it raised.
 
     Raises:

@@ -56,6 +56,7 @@ from distjax.errors import ClusterError, message, require, require_int
 # staleness is bounded. Values go directly between workers and servers.
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
@@ -465,7 +466,7 @@ class RemoteElements(NumberedElements):
                     raise WorkerDied(death) from death  # it is the data that kills
 
 
-def _fetch(arrays: Any) -> Sequence[np.ndarray]:
+def _fetch(arrays: ObjectRef[Any]) -> Sequence[np.ndarray]:
     """Returns the arrays of an element."""
     import ray
 

@@ -47,7 +47,7 @@ def test_how_long_a_save_may_take(phase_timeout, checkpointer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ocp, "AsyncOptions", lambda **kw: asked.append(kw) or options(**kw))
         if phase_timeout is not None:
-            timeouts = dataclasses.replace(make_job().timeouts, phase=phase_timeout)
+            timeouts = dataclasses.replace(make_job().timeouts, phase_timeout=phase_timeout)
             joined = dataclasses.replace(make_job(), timeouts=timeouts)
             patch.setattr(checkpointer._storage, "job", joined)
         checkpointer._storage._make_writer().close()

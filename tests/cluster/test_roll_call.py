@@ -26,7 +26,7 @@ def settings(monkeypatch):
 
 def waiting(settings, seconds):
     """The same, with another time for all to come."""
-    timeouts = dataclasses.replace(settings.timeouts, initialization=seconds)
+    timeouts = dataclasses.replace(settings.timeouts, initialization_timeout=seconds)
     return dataclasses.replace(settings, timeouts=timeouts)
 
 

@@ -66,10 +66,10 @@ def test_a_detected_cluster_wins_over_tf_config(environment):
 
 
 def test_where_the_coordinator_is_bound(environment):
-    assert find("a:1", 2, 0).bind_address is None
+    assert find("a:1", 2, 0).coordinator_bind_address is None
     environment(JAX_COORDINATOR_BIND_ADDRESS="b:2")
-    assert find("a:1", 2, 0).bind_address == "b:2"
-    assert find("a:1", 2, 0, bind="c:3").bind_address == "c:3"
+    assert find("a:1", 2, 0).coordinator_bind_address == "b:2"
+    assert find("a:1", 2, 0, bind="c:3").coordinator_bind_address == "c:3"
 
 
 def tf_config(cluster, kind, index):
@@ -175,9 +175,9 @@ def test_a_timeout_that_is_none(value):
 
 
 def test_how_long_a_meeting_waits():
-    assert TIMEOUTS.meeting == 60
-    assert make_timeouts(60, 10, 10, 30.0, None, 3600.0).meeting == 30
-    assert make_timeouts(60, 10, 10, 30.0, 45.0, 3600.0).meeting == 45
+    assert TIMEOUTS.meeting_timeout == 60
+    assert make_timeouts(60, 10, 10, 30.0, None, 3600.0).meeting_timeout == 30
+    assert make_timeouts(60, 10, 10, 30.0, 45.0, 3600.0).meeting_timeout == 45
 
 
 def test_device_ids():

@@ -1,4 +1,4 @@
-"""What the main thread is raising, and what is only being handled while the program goes on."""
+"""What the main thread handles when another process ends, and callbacks that raise."""
 
 import contextlib
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from distjax._src.cluster import watch
 from distjax._src.cluster.ledger import Launch, Ledger, Phase, mark_of
-from distjax._src.cluster.watch import Unwinding
+from distjax._src.cluster.watch import error_in_hand
 from tests.cluster.test_watch import Ended, Token, launch, look_all, make_processes
 
 TRAIN = Launch("train")
@@ -20,25 +20,19 @@ class BadText(ValueError):
         raise AttributeError("no such field")
 
 
-@contextlib.contextmanager
-def left(seen, look):
-    try:
-        yield
-    finally:
-        seen.append(look())
-
-
-def seen_while(error, num_calls=lambda: 0):
-    """What is seen in `finally`, in a `with` that is left, and after both."""
-    unwinding, seen = Unwinding(), []
-    look = lambda: unwinding.look(num_calls())
+def seen_while(error):
+    """What is seen in `finally`, in `except`, and after both."""
+    seen = []
     with contextlib.suppress(BaseException):
         try:
-            with left(seen, look):
+            try:
                 raise error
-        finally:
-            seen.append(look())
-    return [*seen, look()]
+            finally:
+                seen.append(error_in_hand())
+        except BaseException:
+            seen.append(error_in_hand())
+            raise
+    return [*seen, error_in_hand()]
 
 
 def test_an_error_is_seen_until_it_is_raised():
@@ -51,23 +45,18 @@ def test_what_is_no_error(error):
     assert seen_while(error) == [None] * 3
 
 
-def test_a_program_that_goes_on_in_an_except_block_raises_nothing():
-    calls = iter([4, 6, 6])
-    assert seen_while(ValueError("handled"), lambda: next(calls))[1:] == [None, None]
-
-
-def test_a_wait_ends_soon_after_the_error_is_raised_and_at_its_bound():
-    unwinding, error = Unwinding(), ValueError("mine")
-    assert unwinding.wait(0, 60.0) is None
+def test_a_wait_ends_with_the_error_and_at_its_bound():
+    assert watch._await_error(60.0) is None
+    error = ValueError("mine")
     try:
         raise error
     except ValueError:
-        assert unwinding.wait(0, 0.01) is error
+        assert watch._await_error(0.01) is error
 
 
 @pytest.mark.parametrize(
     "error, said",
-    [(ValueError("mine\nmore"), "raising ValueError: mine"), (BadText(), "raising B")],
+    [(ValueError("mine\nmore"), "handling ValueError: mine"), (BadText(), "handling B")],
 )
 def test_the_others_hear_of_it(error, said):
     assert mark_of(Ledger(), [], None, False, error).at.startswith(said)
@@ -197,6 +186,6 @@ def test_only_the_main_thread_counts():
     thread = threading.Thread(target=wait)
     thread.start()
     is_in.wait()
-    assert Unwinding().look(0) is None
+    assert error_in_hand() is None
     go_on.set()
     thread.join()

@@ -203,9 +203,8 @@ def test_ray_workers_compile_before_they_pull(size, monkeypatch):
     from distjax._src.servers.on_ray import actors
 
     # Not Ray itself: an engine imports it before anyone else.
-    exceptions = types.SimpleNamespace(RayActorError=OSError, RayTaskError=OSError)
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda calls: calls))
-    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    ray = types.SimpleNamespace(get=lambda call, timeout: call, exceptions=None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     strategy = dj.ParameterServerStrategy(workers=1, servers=1)
     with strategy.scope():
         w, bias = dj.Variable(np.ones((size, size), np.float32)), dj.Variable(np.float32(0))

@@ -85,7 +85,7 @@ def test_more_rows_come_first_and_servers_in_turn():
     assert not scalar.layout.shards and not whole.layout.shards
     assert whole.layout.server == scalar.layout.server
     read = lambda: v.value
-    lives = {x.name: x.lives for x in strategy.describe_cut(read, (), None).variables}
+    lives = {x.name: x.lives for x in strategy.describe_cut(read, (), None)[0].variables}
     assert lives == {f"v/part_{i}": f"at server {k}" for i, k in enumerate((0, 1, 2, 0))}
 
 

@@ -519,7 +519,9 @@ class Storage:
             async_options=ocp.AsyncOptions(
                 create_directories_asynchronously=job() is None,
                 barrier_sync_fn=None if self.job is None else _WriteBarrier(self.job),
-                timeout_secs=_DAY if self.job is None else math.ceil(self.job.timeouts.phase),
+                timeout_secs=_DAY
+                if self.job is None
+                else math.ceil(self.job.timeouts.phase_timeout),
             ),
             cleanup_tmp_directories=True,  # what a killed process left
             todelete_subdir=_REMOVED,

@@ -62,13 +62,7 @@ class Report(NamedTuple):
 
 
 class JobReaders:
-    """The processes of a job that read one dataset: a `data.iterator.Together`.
-
-    Args:
-      joined: the job.
-      layout: how elements lie on the devices.
-      partial: what to do if some processes run out of data first.
-    """
+    """The processes of a job that read one dataset: a `data.iterator.Together`."""
 
     def __init__(self, joined: Job, layout: InputLayout, partial: Partial):
         self._job, self._is_own, self._num_rows = joined, layout.is_own, layout.num_rows
@@ -102,22 +96,11 @@ class JobReaders:
     def agree(
         self, block: Block | None, own: Report | BaseException, steps: int | None
     ) -> HostTree | None:
-        """Returns elements to take in place of this process's own; None: these.
+        """Returns elements to take in place of `block`, this process's; None: these.
 
-        With "pad", a process that has fewer elements than others, or smaller ones, adds masked
-        copies.
-
-        Args:
-          block: this process's elements; None: its data has ended.
-          own: its report; or with what its data has ended.
-          steps: how many elements it has asked for, as steps of a loop; None: one.
-
-        Raises:
-          StopIteration: other processes have no more data, and all stop there.
-          AgreementError: elements differ though all read the same data, or differ in shape; or
-            another number was asked for.
-          BatchError: some processes run out of data first, and `partial` does not allow it.
-          PeerLostError: the source of another process failed; includes its error text.
+        `own` is its report, or with what its data has ended; `steps` how many it has asked for, as
+        steps of a loop. With "pad", a process that has fewer elements than others, or smaller ones,
+        adds masked copies. Raises what all others raise too, or StopIteration where all stop.
         """
         joined, report = self._job, own if isinstance(own, Report) else self._describe_end(own)
         occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
@@ -190,13 +173,7 @@ def join_readers(layout: InputLayout, partial: Partial) -> JobReaders | None:
 
 
 def _num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
-    """Returns B of elements that their process can pad to the size of others'; 0 for any other.
-
-    Args:
-      tree: leaves [..., R, B, ...], or None.
-      axis: which one B is.
-      is_own: whether each process reads its own data.
-    """
+    """Returns B of elements [..., R, B, ...] that may be padded, else 0; axis: which one B is."""
     if not is_own or tree is None:
         return 0
     is_batch = isinstance(jax.tree.unflatten(tree.treedef, tree.leaves), Batch)
@@ -210,13 +187,7 @@ def _padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
 
 
 def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -> Report:
-    """Returns the report to compare for some elements, leaves [k, R, B, ...].
-
-    Args:
-      tree: the elements.
-      is_own: whether each process reads its own data.
-      is_first: whether the data begins with them.
-    """
+    """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
     num_padded = _num_padded_rows(tree, 2, is_own=is_own)
     # With own data, R counts this process's replicas.
     first = 3 if num_padded else 2 if is_own else 1
@@ -232,18 +203,10 @@ def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -
 
 
 def _receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
-    """Returns copies of another process's example, for a process that never had any.
+    """Returns copies [R, B, ...] of another process's example, for one that never had any.
 
-    The example is sent as numbers, through the coordination service.
-
-    Args:
-      job: the job.
-      sender: the process that sends it.
-      tree: this process's element, leaves [R, B, ...], or None.
-      num_rows: R.
-
-    Raises:
-      BatchError: its structure is not made of dicts, lists and tuples.
+    The example is sent as numbers, through the coordination service. Raises a BatchError if its
+    structure is not made of dicts, lists and tuples.
     """
     packed = ""
     if job.process_id == sender:

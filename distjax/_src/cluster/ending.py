@@ -147,12 +147,8 @@ def _wait_for_all(joined: Job) -> None:
     """Waits until all processes have reached the end and launched the same programs.
 
     A process still at slow work, such as a checkpoint, is given up to `phase_timeout` longer.
-
-    Raises:
-      PeerLostError: a process has not arrived.
-      AgreementError: the processes have launched different programs.
     """
-    seconds = _SHARE * joined.timeouts.shutdown
+    seconds = _SHARE * joined.timeouts.shutdown_timeout
     try:
         said = come_and_hear(joined, _PLACE, ledger.describe(), seconds)
     except jax.errors.JaxRuntimeError:
@@ -215,12 +211,7 @@ class SyncManager(Protocol):
 
 
 class Notice:
-    """JAX's sync manager, with its handler of SIGTERM kept aside up to the first poll.
-
-    Args:
-      manager: JAX's.
-      action: its handler of SIGTERM.
-    """
+    """JAX's sync manager; its handler of SIGTERM, `action`, is kept aside up to the first poll."""
 
     def __init__(self, manager: SyncManager, action: ctypes.Array[ctypes.c_char]):
         self._manager, self._action = manager, [action]
@@ -263,10 +254,6 @@ class _Alone:
         self.is_told = True
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextlib.contextmanager
 def listening() -> Generator[Any]:
     """A context in which SIGTERM is a notice; gives a function of the step: whether all stop at it.
@@ -274,10 +261,11 @@ def listening() -> Generator[Any]:
     In a job it stays one afterwards, as in plain JAX: another process may have been told.
     """
     manager = jax_compat.preemption_sync_manager()
+    is_main_thread = threading.current_thread() is threading.main_thread()
     if isinstance(manager, Notice):
         manager.listen()
         yield manager.reached_sync_point
-    elif manager is not None or job() is not None or not _is_main_thread():
+    elif manager is not None or job() is not None or not is_main_thread:
         yield getattr(manager, "reached_sync_point", lambda step: False)  # none: it was disabled
     else:
         alone = _Alone()

@@ -38,24 +38,24 @@ class CoordinationClient(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """How long this job waits, in seconds.
+    """How long this job waits, in seconds: arguments of `initialize`.
 
     Attributes:
-      initialization: for all processes to join.
-      heartbeat: without a heartbeat until a process is considered dead.
-      shutdown: for all processes to reach their end.
+      initialization_timeout: for all processes to join.
+      heartbeat_timeout: without a heartbeat until a process is considered dead.
+      shutdown_timeout: for all processes to reach their end.
       step_deadline: from the launch of a program to its completion, and for all to arrive where
         they take a batch or look at a checkpoint.
-      meeting: for all processes to arrive where they compare what they do.
-      phase: for slow work of one process (compiling, data, checkpoints).
+      meeting_timeout: for all processes to arrive where they compare what they do.
+      phase_timeout: for slow work of one process (compiling, data, checkpoints).
     """
 
-    initialization: float
-    heartbeat: float
-    shutdown: float
+    initialization_timeout: float
+    heartbeat_timeout: float
+    shutdown_timeout: float
     step_deadline: float
-    meeting: float
-    phase: float
+    meeting_timeout: float
+    phase_timeout: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Settings:
       num_processes: the number of processes.
       process_id: the index of this one.
       local_device_ids: the devices that this process uses; None: all it has.
-      bind_address: where the coordinator was asked to listen, or None.
+      coordinator_bind_address: where the coordinator was asked to listen, or None.
       timeouts: how long the job waits.
       attempt: how many times the job was restarted.
       mtls: JAX's options for encrypted connections to the coordinator, sorted by name.
@@ -77,25 +77,17 @@ class Settings:
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None
-    bind_address: str | None
+    coordinator_bind_address: str | None
     timeouts: Timeouts
     attempt: int
     mtls: tuple[tuple[str, Any], ...]
 
     def describe_difference(self, other: Settings) -> str:
         """Returns "process_id=1, which was 0" for each argument that differs in `other`."""
-        mine, its = self._as_arguments(), other._as_arguments()
-        names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
-        return "; ".join(f"{n}={its.get(n)!r}, which was {mine.get(n)!r}" for n in names)
-
-    def _as_arguments(self) -> dict[str, object]:
-        """Returns the fields under their names as arguments of `initialize`."""
-        fields = {**vars(self), **dict(self.mtls)}
-        fields["coordinator_bind_address"] = fields.pop("bind_address")
-        for name, seconds in vars(self.timeouts).items():
-            fields[name if name == "step_deadline" else f"{name}_timeout"] = seconds
-        del fields["timeouts"], fields["mtls"]
-        return fields
+        mine, its = ({**vars(x), **vars(x.timeouts), **dict(x.mtls)} for x in (self, other))
+        names = [n for n in {**mine, **its} if n not in ("timeouts", "mtls")]
+        differ = [n for n in names if mine.get(n) != its.get(n)]
+        return "; ".join(f"{n}={its.get(n)!r}, which was {mine.get(n)!r}" for n in differ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +165,7 @@ _step: list[int] = []
 
 
 def record(event: str, **facts: object) -> None:
-    """Appends an event of this process to the result directory, if there is one.
-
-    Args:
-      event: what happened, in a word: "joined", "restored", "committed", "failed".
-      **facts: what else is known, as JSON values.
-    """
+    """Appends an event of this process ("joined", "failed") to the result directory, if any."""
     directory = os.environ.get("DISTJAX_RESULT_DIR")
     if not directory:
         return
@@ -192,14 +179,9 @@ def record(event: str, **facts: object) -> None:
 def append(
     directory: str, event: str, attempt: int, process: int | None = None, **facts: object
 ) -> None:
-    """Appends an event to the file in a directory, in one write.
+    """Appends an event to the file in a directory, in one write; process None: the launcher.
 
-    Args:
-      directory: the result directory.
-      event: what happened.
-      attempt: in which attempt.
-      process: to which process; None: to the launcher.
-      **facts: more JSON values; `code` and `step` are there, too, as None if not given.
+    `code` and `step` are among the facts too, as None if not given.
     """
     line = {"time": time.time(), "attempt": attempt, "event": event, "process": process}
     line |= {"code": None, "step": None, **facts}
@@ -221,13 +203,7 @@ def set_step(step: int) -> None:
 
 
 def record_failure(code: int, text: str, error: BaseException | None = None) -> None:
-    """Records why this process is about to end.
-
-    Args:
-      code: its exit code.
-      text: the error's type and text.
-      error: with its traceback, if it is an exception.
-    """
+    """Records why this process is about to end: its exit code, the error's type and text."""
     trace = "" if error is None else "".join(traceback.format_exception(error))
     step = _step[0] if _step else None
     told = {"error": as_plain(text, _MAX_TEXT), "traceback": trace[-_MAX_TEXT:]}

@@ -28,7 +28,7 @@ from distjax._src.cluster.ending import hold_notice, watch_the_end
 from distjax._src.cluster.job import Job, Settings, Timeouts, job, record, set_job
 from distjax._src.cluster.meeting import ComparedFact, agree
 from distjax._src.placement.topology import Topology
-from distjax.errors import ClusterError, ClusterWarning, is_int, message
+from distjax.errors import ClusterError, ClusterWarning, is_int, message, require
 
 _one_at_a_time = threading.Lock()
 _joined_with: list[Settings] = []
@@ -142,7 +142,7 @@ def _join_jax(settings: Settings) -> None:
     """Joins JAX's own rendezvous, with gloo listening at the address of `collectives_host`."""
     assert settings.coordinator_address is not None
     host, port = roll_call.split_address(settings.coordinator_address, "coordinator_address")
-    bind = settings.bind_address
+    bind = settings.coordinator_bind_address
     own_bind = bind if settings.process_id == 0 else None
     gloo_host = roll_call.collectives_host(settings.coordinator_address, own_bind)
     jax_compat.make_gloo_listen_at(gloo_host)
@@ -156,23 +156,22 @@ def _join_jax(settings: Settings) -> None:
             coordinator_bind_address=bind
             or roll_call.join_address(roll_call.resolve_host(host, port), port),
             cluster_detection_method="deactivate",  # already done
-            initialization_timeout=math.ceil(timeouts.initialization),
-            heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
-            shutdown_timeout_seconds=math.ceil(timeouts.shutdown),
+            initialization_timeout=math.ceil(timeouts.initialization_timeout),
+            heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat_timeout),
+            shutdown_timeout_seconds=math.ceil(timeouts.shutdown_timeout),
             **dict(settings.mtls),
         )
 
 
 def _require_equal(former: Settings, settings: Settings) -> None:
-    if settings != former:
-        raise ClusterError(
-            message(
-                "initialize needs equal arguments when it is called again",
-                got=former.describe_difference(settings),
-                why="a process joins one job, once, for as long as it lives",
-                fix="call dj.initialize once, at the start of the program",
-            )
-        )
+    require(
+        settings == former,
+        "initialize needs equal arguments when it is called again",
+        got=former.describe_difference(settings),
+        why="a process joins one job, once, for as long as it lives",
+        fix="call dj.initialize once, at the start of the program",
+        error=ClusterError,
+    )
 
 
 def _require_in_time(settings: Settings) -> None:
@@ -258,28 +257,20 @@ def make_timeouts(
     phase: float,
 ) -> Timeouts:
     """Returns a job's timeouts; meetings default to a minute or a step, if shorter."""
-    given = {
-        "initialization_timeout": initialization,
-        "heartbeat_timeout": heartbeat,
-        "shutdown_timeout": shutdown,
-        "step_deadline": step_deadline,
-        "meeting_timeout": 60.0 if meeting is None else meeting,
-        "phase_timeout": phase,
-    }
-    for name, value in given.items():
-        is_number = is_int(value) or isinstance(value, float)
-        if not (is_number and 0 < value <= _MAX_SECONDS):
-            raise ClusterError(
-                message(
-                    f"{name} of initialize needs to be a number of seconds, up to {_MAX_SECONDS}",
-                    got=repr(value),
-                    why="every wait of a job ends, and this is how long it may be",
-                    fix=f"dj.initialize(..., {name}=60)",
-                )
-            )
+    waits = 60.0 if meeting is None else meeting
+    found = Timeouts(initialization, heartbeat, shutdown, step_deadline, waits, phase)
+    for name, value in vars(found).items():
+        require(
+            (is_int(value) or isinstance(value, float)) and 0 < value <= _MAX_SECONDS,
+            f"{name} of initialize needs to be a number of seconds, up to {_MAX_SECONDS}",
+            got=repr(value),
+            why="every wait of a job ends, and this is how long it may be",
+            fix=f"dj.initialize(..., {name}=60)",
+            error=ClusterError,
+        )
     if meeting is None:
-        meeting = min(step_deadline, 60.0)
-    return Timeouts(initialization, heartbeat, shutdown, step_deadline, meeting, phase)
+        return dataclasses.replace(found, meeting_timeout=min(step_deadline, 60.0))
+    return found
 
 
 def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -287,15 +278,14 @@ def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if ids is None:
         return None
     found = (ids,) if isinstance(ids, (int, str)) else tuple(ids)
-    if not all(is_int(i) and i >= 0 for i in found):
-        raise ClusterError(
-            message(
-                "local_device_ids of initialize needs to be a number, or several",
-                got=repr(ids),
-                why="they say which of this machine's GPUs are those of this process",
-                fix="dj.initialize(..., local_device_ids=[0, 1])",
-            )
-        )
+    require(
+        all(is_int(i) and i >= 0 for i in found),
+        "local_device_ids of initialize needs to be a number, or several",
+        got=repr(ids),
+        why="they say which of this machine's GPUs are those of this process",
+        fix="dj.initialize(..., local_device_ids=[0, 1])",
+        error=ClusterError,
+    )
     return tuple(int(i) for i in found)
 
 
@@ -323,7 +313,7 @@ def _read_int(variable: str, example: int = 0) -> int | None:
 
 def _detect(known: Request, method: str | None, timeouts: Timeouts) -> Request:
     """Fills `known` in from JAX's cluster detection, then from TF_CONFIG."""
-    timeout = math.ceil(timeouts.initialization)
+    timeout = math.ceil(timeouts.initialization_timeout)
     try:
         found = jax_compat.detect_cluster(*dataclasses.astuple(known), method, timeout)
     except Exception as error:  # from a scheduler, a metadata server, ...
@@ -391,16 +381,14 @@ def _require_place(request: Request) -> None:
             )
         )
     roll_call.split_address(request.coordinator_address, "coordinator_address")
-    if not (is_int(count) and is_int(own) and 0 <= own < count):
-        raise ClusterError(
-            message(
-                "initialize needs a process_id from 0 up to num_processes - 1",
-                got=f"num_processes={count!r}, process_id={own!r}",
-                why="the processes of a job are numbered from 0, each number once",
-                fix="dj.initialize(address, num_processes=2, process_id=0), and 1 in the other "
-                "process",
-            )
-        )
+    require(
+        is_int(count) and is_int(own) and 0 <= own < count,
+        "initialize needs a process_id from 0 up to num_processes - 1",
+        got=f"num_processes={count!r}, process_id={own!r}",
+        why="the processes of a job are numbered from 0, each number once",
+        fix="dj.initialize(address, num_processes=2, process_id=0), and 1 in the other process",
+        error=ClusterError,
+    )
 
 
 def read_tf_config() -> tuple[str, int, int] | None:
@@ -491,13 +479,8 @@ _warned: set[str] = set()
 def join_for(strategy: str, devices: Sequence[jax.Device] | None) -> None:
     """Joins the job that the environment names, for a strategy over all processes.
 
-    Args:
-      strategy: its name, for errors.
-      devices: those that it is given; None: it takes all of the job.
-
-    Raises:
-      ValueError: they leave out a process of the job.
-      ClusterError: the job cannot be joined, or was joined without distjax.
+    Raises a ValueError if its `devices` leave out a process of the job (None: it takes all), and a
+    ClusterError if the job was joined without distjax.
     """
     if devices is None:
         join_if_nobody_did()
@@ -509,42 +492,34 @@ def join_for(strategy: str, devices: Sequence[jax.Device] | None) -> None:
 
 
 def _require_own_job(strategy: str) -> None:
-    if jax.process_count() == 1 or job() is not None:
-        return
-    raise ClusterError(
-        message(
-            f"{strategy} needs a job that dj.initialize has joined",
-            got="a process of several that was initialized by jax.distributed.initialize alone",
-            why="distjax compares what the processes do, which without it would train on wrong "
-            "numbers in silence",
-            fix="dj.initialize() in place of jax.distributed.initialize(), with the same arguments",
-        )
+    require(
+        jax.process_count() == 1 or job() is not None,
+        f"{strategy} needs a job that dj.initialize has joined",
+        got="a process of several that was initialized by jax.distributed.initialize alone",
+        why="distjax compares what the processes do, which without it would train on wrong "
+        "numbers in silence",
+        fix="dj.initialize() in place of jax.distributed.initialize(), with the same arguments",
+        error=ClusterError,
     )
 
 
 def _require_every_process(devices: Sequence[jax.Device], strategy: str) -> None:
     present = {device.process_index for device in devices}
     missing = sorted(set(range(jax.process_count())) - present)
-    if missing and len(devices):
-        raise ValueError(
-            message(
-                f"{strategy}: devices needs devices of each of the {jax.process_count()} processes",
-                got=f"{len(devices)} devices, none of process {', '.join(map(str, missing))}",
-                why="every process launches the program, and one without a device cannot",
-                fix=f"dj.{strategy}(), or devices=[d for d in jax.devices() if ...] with some of "
-                "each process; on this process alone: dj.MirroredStrategy(jax.local_devices())",
-            )
-        )
+    require(
+        not missing or not len(devices),
+        f"{strategy}: devices needs devices of each of the {jax.process_count()} processes",
+        got=f"{len(devices)} devices, none of process {', '.join(map(str, missing))}",
+        why="every process launches the program, and one without a device cannot",
+        fix=f"dj.{strategy}(), or devices=[d for d in jax.devices() if ...] with some of each "
+        "process; on this process alone: dj.MirroredStrategy(jax.local_devices())",
+    )
 
 
 def warm_up_groups_of(topology: Topology, devices_per_host: int) -> None:
     """Runs a collective in each group of devices in which a strategy over the whole job reduces.
 
     New groups are first agreed on in a meeting.
-
-    Raises:
-      AgreementError: another process has different groups, or does something else.
-      StuckError, PeerLostError: a process does not arrive.
     """
     look_for_a_job()
     joined = job()
@@ -590,11 +565,8 @@ def warn_once(what: str, text: str) -> None:
 def warn_of_own_devices(call: str, meant: str) -> None:
     """Warns where there are several processes, once, that a call takes this one's devices only.
 
-    Also in a job that JAX's own `jax.distributed.initialize` has joined.
-
-    Args:
-      call: the call, as in "MirroredStrategy()".
-      meant: how it says that this is meant.
+    Also in a job that JAX's own `jax.distributed.initialize` has joined. `meant` says how a user
+    says that this is meant.
     """
     if jax.process_count() > 1:
         warn_once(
@@ -619,16 +591,23 @@ def look_for_a_job() -> None:
 
 
 def warn_unless_joined(name: str) -> None:
-    """Warns if the environment describes a job of several processes that nobody has joined.
-
-    Args:
-      name: of the program that this process is about to run.
-    """
+    """Warns if the environment describes a job of several processes that nobody has joined."""
     if job() is not None or is_settled() or "unjoined" in _warned:
         return
     told = _told_by_environment()
-    if told is not None and jax_compat.coordination_client() is None:
-        warn_once("unjoined", _unjoined_text(name, told))
+    if told is None or jax_compat.coordination_client() is not None:
+        return
+    warn_once(
+        "unjoined",
+        message(
+            f"{name} runs on this process alone, and the environment describes a job of several",
+            got=f"{told}, and no call of dj.initialize",
+            why="each process then trains a model of its own, on its own devices",
+            fix="dj.initialize() at the start of the program, and dj.MultiWorkerMirroredStrategy() "
+            "for one model over all processes; dj.initialize(num_processes=1, process_id=0) if "
+            "this is meant",
+        ),
+    )
 
 
 def _told_by_environment() -> str | None:
@@ -648,17 +627,6 @@ def _told_by_environment() -> str | None:
         return None
     several = described is not None and described[1] > 1
     return f"TF_CONFIG, with {described[1]} processes" if several and described else None
-
-
-def _unjoined_text(name: str, told: str) -> str:
-    return message(
-        f"{name} runs on this process alone, and the environment describes a job of several",
-        got=f"{told}, and no call of dj.initialize",
-        why="each process then trains a model of its own, on its own devices",
-        fix="dj.initialize() at the start of the program, and dj.MultiWorkerMirroredStrategy() for "
-        "one model over all processes; dj.initialize(num_processes=1, process_id=0) if this is "
-        "meant",
-    )
 
 
 hooks.on_all_devices.append(join_for)

@@ -24,7 +24,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from distjax._src.cluster.job import Job, as_line, as_plain, parse_line
-from distjax.errors import describe_error, describe_value, message
+from distjax.errors import describe_error, describe_value, require
 
 #: How many calls are remembered; a power of two. No process gets further ahead of another, since
 #: launches are awaited.
@@ -159,12 +159,7 @@ class Ledger:
         self._add(_MEETING, occasion)
 
     def add_write(self, name: str, value: int) -> None:
-        """Records an eager write, of which each process does its own part.
-
-        Args:
-          name: what is written, in the user's words.
-          value: checksum of the value on the host; 0: there is none.
-        """
+        """Records an eager write, of which each process does its own part; value: its checksum."""
         self._add(Launch(name, arguments=value))
 
     def _add(self, launch: Launch, occasion: str = "") -> int:
@@ -232,8 +227,7 @@ class Phase(NamedTuple):
 _PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
-_count_phase = itertools.count(1).__next__
-_num_phases = [0]
+_num_phases = 0
 
 
 def phase(what: str) -> contextlib.AbstractContextManager[None]:
@@ -255,20 +249,15 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
-    _require_text(what)  # else the watch would fail, and end the job, when reporting it
+    require(  # else the watch would fail, and end the job, when reporting it
+        type(what) is str,
+        "dj.phase needs a string",
+        got=describe_value(what),
+        why="it says what this process is doing, in the errors of the others",
+        fix="with dj.phase('drawing samples'):",
+        error=TypeError,
+    )
     return _phase(what, is_work=True)
-
-
-def _require_text(what: object) -> None:
-    if not isinstance(what, str):
-        raise TypeError(
-            message(
-                "dj.phase needs a string",
-                got=describe_value(what),
-                why="it says what this process is doing, in the errors of the others",
-                fix="with dj.phase('drawing samples'):",
-            )
-        )
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
@@ -278,11 +267,11 @@ def waiting(what: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _phase(what: str, is_work: bool) -> Generator[None]:
+    global _num_phases
     thread = threading.get_ident()
     outer = _by_thread.get(thread)
     _by_thread[thread] = Phase(what, time.monotonic(), is_work)
-    if is_work:
-        _num_phases[0] = _count_phase()
+    _num_phases += is_work
     try:
         yield
     finally:
@@ -326,7 +315,7 @@ def phases() -> tuple[Phase, ...]:
 
 def num_phases() -> int:
     """Returns how many phases of work this process has begun."""
-    return _num_phases[0]
+    return _num_phases
 
 
 # -- marks: what a process reports between meetings ------------------------------
@@ -371,16 +360,12 @@ def mark_of(
     phases: Sequence[Phase],
     blocked: Call | None,
     at_end: bool,
-    raising: BaseException | None = None,
+    handled: BaseException | None = None,
 ) -> Mark:
     """Returns the mark of this process.
 
-    Args:
-      ledger: its calls.
-      phases: what its threads are doing.
-      blocked: a launch that does not return, to be added as its last call.
-      at_end: whether the program has reached its end.
-      raising: an exception whose `finally` blocks run.
+    A launch that does not return, `blocked`, is its last call; an exception whose `finally` or
+    `except` block runs is `handled`.
     """
     count = ledger.count
     found = map(ledger.find, range(max(1, count - _NUM_TOLD + 1), count + 1))
@@ -388,8 +373,8 @@ def mark_of(
     if blocked is not None and blocked.number == count + 1:
         calls, count = [*calls, blocked], count + 1
     doing = [p.what for p in phases]
-    if raising is not None:
-        doing.append(f"raising {_describe(raising)}")
+    if handled is not None:
+        doing.append(f"handling {_describe(handled)}")
     at = THE_END if at_end else ", ".join(doing)
     is_busy = any(p.is_work for p in phases)
     at = as_plain(at, _MAX_TEXT)
@@ -445,15 +430,9 @@ def listen(joined: Job, process: int | None = None) -> tuple[dict[int, Mark], st
 
 
 def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] | None:
-    """Returns the first call in which two processes differ, as far as is known.
+    """Returns what the first call in which two processes differ is here, and there.
 
-    Args:
-      own: the mark of this process.
-      ledger: the calls of this process.
-      other: the mark of the other process.
-
-    Returns:
-      What the call is here and there; None if one is merely behind the other.
+    None if one is merely behind the other, as far as is known.
     """
     mine = {call.number: call for call in own.calls}
     for i, theirs in enumerate(other.calls):

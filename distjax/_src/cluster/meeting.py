@@ -52,14 +52,8 @@ def exchange(
 ) -> tuple[str, ...]:
     """Holds a meeting of all processes; returns each one's text, by process id.
 
-    Args:
-      joined: the job.
-      occasion: what this process is about to do, such as "the first call of step"; for errors.
-      text: this process's text; short, since process 0 forwards them all.
-      seconds: how long to wait for the last process, unless it is at slow work (see `phases`);
-        None: `meeting_timeout`.
-
-    Cost: a few messages per process, and the wait for the last one.
+    Texts are short, since process 0 forwards them all. The wait is at most `seconds` (None:
+    `meeting_timeout`), unless the last process is at slow work (see `phases`).
 
     Raises:
       AgreementError: processes are about to do different things; all of them raise it.
@@ -67,7 +61,7 @@ def exchange(
       PeerLostError: a process has ended.
     """
     global _count
-    seconds = joined.timeouts.meeting if seconds is None else seconds
+    seconds = joined.timeouts.meeting_timeout if seconds is None else seconds
     with _lock, waiting(f"waiting for the others ({occasion})"):
         _count += 1
         ledger.add_meeting(occasion)
@@ -89,16 +83,8 @@ def hear_all(joined: Job | None, occasion: str, do: Callable[[], Any]) -> list[A
     """Returns what ``do()`` returns on each process, by process id, once all have done it.
 
     One process's failure is an error on all: none goes on to a program in which it would wait for
-    one that has raised.
-
-    Args:
-      joined: the job whose processes do it; None: this process alone.
-      occasion: what they do, for errors.
-      do: returns a JSON value; has no collectives, so that a process may fail alone.
-
-    Raises:
-      Exception: of `do` here; of another process, see `require_no_failure`.
-      ClusterError: a process does not arrive, or does something else.
+    one that has raised. `do` returns a JSON value, and has no collectives, so that a process may
+    fail alone. Without a job, this process does it alone.
     """
     if joined is None:
         return [do()]
@@ -154,12 +140,7 @@ def failure_of(error: BaseException) -> tuple[str, str]:
 
 
 def require_no_failure(joined: Job, failures: Sequence[Sequence[str] | None]) -> None:
-    """Raises the error of the first process that has failed, if one has.
-
-    Raises:
-      Exception: of its class, if that is one of distjax.
-      RuntimeError: with its text, if not.
-    """
+    """Raises the error of the first process that has failed, if one has, in its class if ours."""
     for process, failure in enumerate(failures):
         if failure is not None:
             name, text = failure
@@ -172,10 +153,7 @@ def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[st
     """Publishes a text at a place; returns each process's text there, by process id.
 
     The wait is for one that is at no slow work, such as compiling, and starts again when that ends;
-    in all, it is at most `phase_timeout` longer.
-
-    Raises:
-      jax.errors.JaxRuntimeError: a process did not arrive in time, or cannot be reached.
+    in all, it is at most `phase_timeout` longer. Then it is JAX's JaxRuntimeError.
     """
     joined.client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
     return json.loads(_hear_all(joined, place, seconds))
@@ -183,8 +161,8 @@ def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[st
 
 def _hear_all(joined: Job, place: str, seconds: float) -> str:
     """Returns all texts, as forwarded by process 0 once the last one has arrived."""
-    bound = time.monotonic() + seconds + joined.timeouts.phase
-    remaining, marks = seconds, _Marks(joined, place)
+    bound = time.monotonic() + seconds + joined.timeouts.phase_timeout
+    remaining, seen = seconds, dict[int, Mark]()  # of those who are missing
     part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
     while True:
         began, key = time.monotonic(), f"{place}/said"
@@ -206,29 +184,15 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
             if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > bound:
                 raise
             remaining -= part
-            if marks.show_work():
+            came, former = who_came(joined, place), seen
+            seen = {i: mark for i, mark in hear(joined).items() if i not in came}
+            # One is at work, or has been since the last look; or all have just arrived.
+            is_busy = any(m.is_busy or former.get(i, m) != m for i, m in seen.items())
+            if is_busy or len(came) == joined.num_processes:
                 remaining = seconds
             elif remaining <= 1e-6:
                 raise
             part = min(remaining, seconds / _NUM_LOOKS)
-
-
-class _Marks:
-    """The marks of those who are missing at a place, as far as they have been looked at."""
-
-    def __init__(self, joined: Job, place: str):
-        self._job, self._place = joined, place
-        self._seen: dict[int, Mark] = {}
-
-    def show_work(self) -> bool:
-        """Returns whether one that is missing is at work, or has been since the last look.
-
-        Also if all have just arrived.
-        """
-        came, former = who_came(self._job, self._place), self._seen
-        self._seen = {i: mark for i, mark in hear(self._job).items() if i not in came}
-        is_busy = any(m.is_busy or former.get(i, m) != m for i, m in self._seen.items())
-        return is_busy or len(came) == self._job.num_processes
 
 
 def _wait_for(joined: Job, key: str, seconds: float) -> str:
@@ -250,13 +214,7 @@ def who_came(joined: Job, place: str) -> dict[int, str]:
 
 
 def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
-    """Raises an `AgreementError` unless all processes said the same.
-
-    Args:
-      joined: the job.
-      what: what they may differ in, in the user's words.
-      said: each process's text; this list is the same on all of them.
-    """
+    """Raises an `AgreementError` about `what` unless all processes said the same."""
     differ = [i for i, other in enumerate(said) if other != said[0]]
     if differ:
         pair = repr(said[0]), repr(said[differ[0]])
@@ -264,15 +222,7 @@ def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
 
 
 def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, second: str) -> str:
-    """Returns the text of an `AgreementError`, the same on every process.
-
-    Args:
-      joined: the job.
-      differ: the processes that differ from process 0.
-      what: what they differ in, in the user's words.
-      first: its value on process 0.
-      second: its value on the first of `differ`.
-    """
+    """Returns the text of an `AgreementError`; `second` is the value of the first of `differ`."""
     names = ", ".join(map(joined.name_process, differ))
     verb = "differs" if len(differ) == 1 else "differ"
     return message(
@@ -327,12 +277,8 @@ def agree(
 ) -> None:
     """Waits until all processes of the job pass equal facts; a no-op without a job.
 
-    Args:
-      occasion: what this process is about to do, such as "the first call of step".
-      facts: what must be equal, each under its own name.
-      known_by: facts that decide. If they have been agreed on before, there is no meeting,
-        whatever the occasion and the other facts: this process may be the only one that is here
-        again.
+    If the facts of `known_by` have been agreed on before, there is no meeting, whatever the
+    occasion and the other facts: this process may be the only one that is here again.
 
     Raises:
       AgreementError: the processes differ. All raise the same text, and nothing has changed.

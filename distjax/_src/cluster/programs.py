@@ -126,19 +126,8 @@ def agree_on_program(
 ) -> int:
     """Waits until every process is about to run this program with these arguments.
 
-    Args:
-      build: the program.
-      lowered: the program, lowered for this signature.
-      argument_names: the names of its positional arguments.
-      args: positional arguments.
-      kwargs: keyword arguments.
-
-    Returns:
-      A checksum of the program and its variables, the same on every process.
-
-    Raises:
-      AgreementError: processes differ; nothing has changed.
-      StuckError, PeerLostError: a process does not arrive.
+    Returns a checksum of the program and its variables, the same on every process. Raises as
+    `agree` does; nothing has changed then.
     """
     program = [
         *(
@@ -179,15 +168,8 @@ def agree_on_creation(variables: Sequence[Variable], initial: Callable[[], Any])
     """Waits until every process creates these variables with equal initial values.
 
     Nothing is broadcast from one process: if seeds differed, a value that is split over the
-    replicas would be a mixture that no comparison of copies could detect.
-
-    Args:
-      variables: the variables being created.
-      initial: returns their one initial value, or the program that computes them.
-
-    Raises:
-      AgreementError: the processes differ; no variable gets a value.
-      StuckError, PeerLostError: a process does not arrive.
+    replicas would be a mixture that no comparison of copies could detect. `initial` returns the
+    value, or the program that computes it.
     """
     if not any(_spans_processes(v.sharding) for v in variables):
         return
@@ -231,22 +213,13 @@ def record_write(name: str, value: PyTree) -> None:
     """Records a write of a value that must be the same on every process, if there are several.
 
     Of an array that spans processes only shape and dtype count, since each process has a part.
-
-    Args:
-      name: what is written, in the user's words.
-      value: an array or number.
     """
     if job() is not None:
         ledger.add_write(name, crc32(describe_on_host(value).encode()))
 
 
 def compare_copies(topology: Topology, copies: Mapping[str, Sequence[Any]]) -> None:
-    """Raises on every process if any part of an array differs between processes.
-
-    Args:
-      topology: the replicas.
-      copies: by name of the array, the parts that this process holds, with `slices` and `data`.
-    """
+    """Raises on every process if any part of an array, by name, differs between processes."""
     joined = job()
     if joined is None or not topology.spans_processes:
         return

@@ -60,8 +60,7 @@ class Record:
 def hold_roll_call(settings: Settings) -> tuple[str, ...]:
     """Returns "host (pid N)" of every process once all have arrived and agree.
 
-    Raises:
-      ClusterError: a process is missing, duplicated or different; all present raise the same.
+    If a process is missing, duplicated or different, all present raise the same ClusterError.
     """
     own = _describe_self(settings)
     verdict = (_call_roll if settings.process_id == 0 else _answer)(settings, own)
@@ -91,11 +90,17 @@ def _describe_self(settings: Settings) -> Record:
 def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     """Returns the verdict, after sending it to all processes that arrived."""
     began = time.monotonic()
-    deadline = began + settings.timeouts.initialization
+    deadline = began + settings.timeouts.initialization_timeout
     came: dict[Record, socket.socket | None] = {own: None}
     with contextlib.ExitStack() as connections, _listen(settings) as listening:
-        while time.monotonic() < deadline and not _is_over(_drop_gone(came), settings):
-            if _find_wrong(list(came)):
+        while time.monotonic() < deadline:
+            present, wrong = _drop_gone(came), bool(_find_wrong(list(came)))
+            ids = {record.process_id for record in present}
+            if ids.issuperset(range(settings.num_processes)):
+                break
+            if wrong and len(present) >= settings.num_processes:
+                break  # no further process is expected
+            if wrong:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             arrived = _accept(listening, deadline)
             if arrived is not None:
@@ -111,7 +116,7 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
 
 def _listen(settings: Settings) -> socket.socket:
     """Returns the socket on which process 0 listens, at the coordinator's address."""
-    address = settings.bind_address or settings.coordinator_address
+    address = settings.coordinator_bind_address or settings.coordinator_address
     host, port = split_address(address, "coordinator_bind_address")
     try:
         resolved = resolve_host(host or "0.0.0.0", port)
@@ -170,12 +175,6 @@ def _is_closed(connection: socket.socket) -> bool:
         connection.settimeout(seconds)
 
 
-def _is_over(came: list[Record], settings: Settings) -> bool:
-    """Returns whether no further process is expected."""
-    missing = set(range(settings.num_processes)) - {r.process_id for r in came}
-    return not missing or (len(came) >= settings.num_processes and bool(_find_wrong(came)))
-
-
 def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dict[str, Any]:
     """Returns the verdict, which is sent to all present."""
     wrong = _find_wrong(came)
@@ -229,7 +228,7 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
     """Tells process 0 who this process is, and returns its verdict."""
     assert settings.coordinator_address is not None
     address = split_address(settings.coordinator_address, "coordinator_address")
-    patience = settings.timeouts.initialization
+    patience = settings.timeouts.initialization_timeout
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -274,11 +273,7 @@ def _wait_for_coordinator(address: tuple[str, int]) -> None:
 
 
 def _read_line(connection: socket.socket, max_bytes: int, seconds: float) -> bytes:
-    """Returns a line without its newline; empty if none arrived within `max_bytes`.
-
-    Raises:
-      TimeoutError: it has not ended within `seconds`, however often a part of it came.
-    """
+    """Returns a line without its newline; empty if none arrived within these bounds."""
     read, deadline = b"", time.monotonic() + seconds
     while len(read) < max_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -358,11 +353,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def resolve_host(host: str, port: int) -> str:
-    """Returns the IP address of `host`, preferring IPv4.
-
-    Raises:
-      OSError: the name has no address.
-    """
+    """Returns the IP address of `host`, preferring IPv4; an OSError if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda info: info[0] != socket.AF_INET)
     return str(found[0][4][0])

@@ -68,14 +68,7 @@ _NUM_NAMED = 8
 
 
 class Watch:
-    """The watch of this process.
-
-    Args:
-      joined: the job.
-      exit_status: called when another process has exited; returns the exit code that this one
-        keeps, or 0 to take the other's.
-      calls: the ledger of this process.
-    """
+    """The watch of this process; `exit_status` gives its own code, or 0 for that of the others."""
 
     def __init__(self, joined: Job, exit_status: Callable[[], int], calls: Ledger = ledger):
         self._job, self._calls = joined, calls
@@ -83,8 +76,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="distjax-watch", daemon=True)
         self._stopped = threading.Event()
         self._is_at_end = self._has_spoken = False
-        self._exit_status, self._unwinding = exit_status, Unwinding()
-        self._told = ""
+        self._exit_status, self._told = exit_status, ""
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
         self._excused = 0.0  # when a process that others wait for was last seen at work
@@ -112,9 +104,8 @@ class Watch:
     def look(self, now: float) -> None:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
-        at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
-        raising = self._unwinding.look(self._calls.count)
-        own = mark_of(self._calls, at, blocked, self._is_at_end, raising)
+        at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase_timeout]
+        own = mark_of(self._calls, at, blocked, self._is_at_end, error_in_hand())
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -162,7 +153,9 @@ class Watch:
         number, since = awaited
         marks = {**hear(self._job), self._job.process_id: own}
         behind = {i: mark for i, mark in marks.items() if mark.count < number}
-        longest = deadline + self._job.timeouts.phase  # one that C code holds up says nothing more
+        longest = (
+            deadline + self._job.timeouts.phase_timeout
+        )  # one that C code holds up says nothing more
         if any(mark.is_busy for mark in behind.values()) and now - since <= longest:
             self._excused = now
         elif now - max(since, self._excused) > deadline:
@@ -195,20 +188,25 @@ class Watch:
                 self._end(UNCAUGHT, self._callback_text(number, text), text)
 
     def _end_if_phase_overdue(self, now: float) -> None:
-        bound = self._job.timeouts.phase
+        bound = self._job.timeouts.phase_timeout
         for phase in phases():
             if phase.is_work and phase.has_bound and now - phase.since > bound:
-                self._end(STUCK, self._slow_text(phase.what))
+                own, name = self._job.process_id, self._job.name_process
+                text = message(
+                    f"{phase.what} needs to be done within phase_timeout ({bound:g} s)",
+                    got=f"no end of it on {name(own)}",
+                    why="the others wait for this process meanwhile",
+                    fix="look at its threads, which are printed here; if it takes longer: "
+                    "dj.initialize(..., phase_timeout=7200)",
+                )
+                self._end(STUCK, text)
 
     # -- the end --------------------------------------------------------------
 
     def _end(self, code: int, text: str, cause: str | None = None) -> None:
-        """Ends all processes; in an interactive session, only prints the problem once.
+        """Ends all processes with `code`; in an interactive session, only prints the problem once.
 
-        Args:
-          code: with which all of them end; with a `cause`, this one.
-          text: what is printed here, and by the others unless there is a `cause`.
-          cause: an error of this process, by which the others are lost.
+        With a `cause`, an error of this process, the others are lost by it and say that.
         """
         if is_interactive():
             self._say(text)
@@ -228,11 +226,7 @@ class Watch:
         self._has_spoken = True
 
     def _follow(self, cause: str) -> None:
-        """Ends this process because another one has exited; in an interactive session, says so.
-
-        Args:
-          cause: the line by which that one, or the first of several, has told the others.
-        """
+        """Ends this process because another one has exited; in an interactive session, says so."""
         left = parse_departure(cause)
         if left is None or left.process == self._job.process_id:
             return
@@ -243,8 +237,7 @@ class Watch:
         if code == STUCK:
             print_stacks()
         code = self._exit_status() or code
-        # This process may be about to end by itself.
-        own = self._unwinding.wait(self._calls.count, _UNWIND_SECONDS)
+        own = _await_error(_UNWIND_SECONDS)  # this process may be about to end by itself
         begin_to_end()
         if own is not None:
             print_error("".join(traceback.format_exception(own)))
@@ -285,15 +278,6 @@ class Watch:
             "callback: def callback(x): try: ... except Exception: return x",
         )
 
-    def _slow_text(self, what: str) -> str:
-        return message(
-            f"{what} needs to be done within phase_timeout ({self._job.timeouts.phase:g} s)",
-            got=f"no end of it on {self._job.name_process(self._job.process_id)}",
-            why="the others wait for this process meanwhile",
-            fix="look at its threads, which are printed here; if it takes longer: "
-            "dj.initialize(..., phase_timeout=7200)",
-        )
-
 
 def _is_at_slow_work() -> bool:
     """Returns whether a thread is at slow work, other than programs run alone."""
@@ -312,50 +296,23 @@ def _is_ready(token: Token) -> bool:
 # process too. Its own error says more than theirs, so it is given a moment, and then printed.
 
 _UNWIND_PERIOD = 0.02
-#: Between two `finally` blocks, and on the way to the hook that prints it, no error is handled.
-_QUIET_SECONDS = 0.2
 
 
-class Unwinding:
-    """Tells a `finally` block, or a `with` that is left, from work in an `except` block.
-
-    Both have an exception that is being handled. In the latter the program goes on: it makes calls.
-    """
-
-    def __init__(self) -> None:
-        # The exception's id, and the number of calls when it was first seen.
-        self._seen: tuple[int, int] | None = None
-
-    def look(self, num_calls: int) -> BaseException | None:
-        """Returns what the main thread is raising; `num_calls` is the ledger's current count."""
-        error = _handled()
-        if error is None:
-            self._seen = None
-            return None
-        if self._seen is None or self._seen[0] != id(error):
-            self._seen = id(error), num_calls
-        return error if num_calls - self._seen[1] <= 1 else None  # one may be in `finally`
-
-    def wait(self, num_calls: int, seconds: float) -> BaseException | None:
-        """Waits until the main thread has raised; returns what it is still raising after that."""
-        quiet = time.monotonic()
-        deadline = quiet + seconds
-        while (now := time.monotonic()) < deadline:
-            if self.look(num_calls) is not None:
-                quiet = now
-            elif now - quiet > _QUIET_SECONDS:
-                return None
-            time.sleep(_UNWIND_PERIOD)
-        return self.look(num_calls)
-
-
-def _handled() -> BaseException | None:
-    """Returns the error that the main thread is handling; ends and interrupts of loops are none."""
+def error_in_hand() -> BaseException | None:
+    """Returns what the main thread handles; ends and interrupts of loops are none."""
     active = sys._current_exceptions()  # pyright: ignore[reportPrivateUsage]
     found: Any = active.get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     is_loop = isinstance(error, (StopIteration, StopAsyncIteration))
     return error if isinstance(error, (Exception, KeyboardInterrupt)) and not is_loop else None
+
+
+def _await_error(seconds: float) -> BaseException | None:
+    """Returns what the main thread still handles after `seconds`: in `finally`, or `except`."""
+    deadline = time.monotonic() + seconds
+    while (error := error_in_hand()) is not None and time.monotonic() < deadline:
+        time.sleep(_UNWIND_PERIOD)
+    return error
 
 
 # -- host callbacks that raise ---------------------------------------------------
@@ -368,12 +325,7 @@ _CALLBACKS = (jax.pure_callback, io_callback, jax.debug.callback)
 
 
 class FailedCallback(NamedTuple):
-    """An exception in a callback.
-
-    Attributes:
-      error: the exception.
-      at: when it was logged, by `time.monotonic`.
-    """
+    """An exception in a callback, and when it was logged, by `time.monotonic`."""
 
     error: BaseException
     at: float

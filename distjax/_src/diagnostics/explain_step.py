@@ -75,14 +75,8 @@ class CutsSteps(Protocol):
 
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> Cut:
-        """Returns the parts of a step."""
-        ...
-
-    def lower_worker(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> Sequence[jax.stages.Lowered]:
-        """Returns a worker's parts, lowered for its devices; none if it has one device."""
+    ) -> tuple[Cut, Sequence[jax.stages.Lowered]]:
+        """Returns the parts of a step; and a worker's, lowered, if it has several devices."""
         ...
 
 
@@ -133,7 +127,7 @@ def explain(
     lowered = lower_step(fn, args, kwargs, strategy, notes, "explain")
     compiled = lowered.compile()
     cutting = strategy if isinstance(strategy, CutsSteps) else None
-    of_worker = cutting.lower_worker(fn, args, kwargs) if cutting else ()
+    cut, of_worker = cutting.describe_cut(fn, args, kwargs) if cutting else (None, ())
     texts = [program.as_text() or "" for program in (compiled, *(p.compile() for p in of_worker))]
     arguments, known = _arguments(fn, args, kwargs), (notes.merge_lines, notes.axis_sizes)
     return Explanation(
@@ -149,7 +143,7 @@ def explain(
         equal_reductions=tuple(notes.equal_reductions),
         findings=tuple(notes.findings),
         possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
-        cut=cutting.describe_cut(fn, args, kwargs) if cutting else None,
+        cut=cut,
         full=full,
     )
 

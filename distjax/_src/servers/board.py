@@ -18,7 +18,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import enum
 import itertools
 import os
 import threading
@@ -26,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -48,14 +47,8 @@ from distjax.errors import (
 # -- closures -----------------------------------------------------------------
 
 
-class State(enum.Enum):
-    """The state of a closure; the last three are final, but a restore undoes what was done."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+#: The state of a closure; the last three are final, but a restore undoes what was done.
+State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class Call(NamedTuple):
@@ -72,7 +65,7 @@ class Closure:
       number: counts the calls of `schedule`; assigned by a board.
       name: the name of the step, for error texts.
       state: its state.
-      sources: the per-worker data that it has yet to draw from.
+      sources: the per-worker data that it has yet to draw from; `call` makes its call of that.
       attempts: the outcomes of failed attempts, in order.
       is_retried: whether it has lost a worker; servers may have pushes of it.
       error: the error that `fetch` raises.
@@ -80,12 +73,6 @@ class Closure:
       position: how many closures the servers had before it.
       is_reported: whether `join` raises its error too.
       modes: sets a thread to the JAX modes in effect where it was scheduled.
-
-    Args:
-      name: the step's name.
-      call: the step and its arguments; or a function that makes them from drawn elements.
-      sources: the per-worker data to draw from.
-      is_reported: see above.
     """
 
     def __init__(
@@ -98,7 +85,7 @@ class Closure:
     ):
         self.number = -1
         self.name = name
-        self.state = State.QUEUED
+        self.state: State = "queued"
         self.sources = tuple(sources)
         self.is_reported = is_reported
         self.modes = modes_of_this_thread()
@@ -121,8 +108,8 @@ class Closure:
     def prepare(self, worker: int) -> PerWorkerSource | None:
         """Draws its elements, once: a second attempt has the same.
 
-        Returns the first source that has no more for the worker, or None. If a source has no more,
-        or raises, what was drawn from the others is given back.
+        Returns the first source that has no more, or None. If a source has no more, or raises,
+        what was drawn from the others is given back.
         """
         make = self._call
         if isinstance(make, Call) or make is None:
@@ -154,7 +141,7 @@ class Closure:
     def undo(self, error: BaseException) -> None:
         """Revokes the result: the servers no longer have its pushes."""
         self.error, self._outcome, self.versions = error, None, None
-        self.state = State.FAILED
+        self.state = "failed"
 
     def result(self) -> Any:
         """Returns the result of the step, or raises the reason why there is none."""
@@ -216,13 +203,7 @@ def _undone(closures: int) -> ServerLostError:
 
 @dataclasses.dataclass(eq=False)
 class Pause:
-    """A pause of the thread that makes it.
-
-    Attributes:
-      is_restore: whether it is for a restore of the servers.
-      is_entered: whether its block runs; until then it waits.
-      thread: the thread.
-    """
+    """A pause of the thread that makes it; until it is entered, the thread waits."""
 
     is_restore: bool
     is_entered: bool = False
@@ -234,16 +215,9 @@ class Pause:
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """A worker of a coordinator.
+    """A worker of a coordinator, or of a `strategy.run` without one: then without a thread.
 
-    Attributes:
-      number: its id.
-      thread: takes closures; None: the thread of a `strategy.run` without a coordinator.
-      num_closures: how many it has completed.
-      num_restarts: how often it was lost.
-      is_removed: whether it may take no more.
-      has_ended: whether its thread has ended.
-      ended: the data sources that have no more values for it.
+    `ended` are the data sources that have no more values for it.
     """
 
     number: int
@@ -258,21 +232,16 @@ class Worker:
 class Board:
     """The closures and workers of a strategy.
 
-    Args:
-      engine: runs closures.
-
     Attributes:
+      engine: runs closures.
       waiters: rung when the board changes.
       pauses: those in which no closure begins; changed without the lock.
       drawing: the threads that draw elements: closures wait for these, and they may not wait for
         closures.
-      queue: the closures to be taken.
       running: the closures in hand, and their workers.
       is_closed: whether no coordinator is open.
-      workers: those of the coordinator, by id.
       counts: how many closures had each outcome since it was opened.
       num_held: how many closures the servers have of the coordinator.
-      started: when it was opened.
       iterators_of: the iterators for whose elements each step has been traced.
     """
 
@@ -316,12 +285,7 @@ class Board:
     def put(self, closure: Closure, require_open: Callable[[], None] = lambda: None) -> bool:
         """Numbers and queues a closure, once there is room; returns False if no one would run it.
 
-        Args:
-          closure: a new one.
-          require_open: raises if nothing would run it; called again after each wait.
-
-        Raises:
-          ContextError: it would wait in a pause of the calling thread, which makes no room.
+        `require_open` raises if nothing would run it; it is called again after each wait.
         """
         while True:
             # Ctrl-C waits: servers wait for every number that was taken to be over.
@@ -390,10 +354,6 @@ class Board:
 
         No closure is running. Returns a number below which all are over. Every data source is
         open to every worker again.
-
-        Args:
-          num_held: see above.
-          is_reported: whether `join` raises the error too.
         """
         error = _undone(num_held)
         with self._lock:
@@ -413,9 +373,6 @@ class Board:
         """A context in which no closure begins, nor any runs; the queue stays.
 
         Its block and the restores of other threads wait for each other.
-
-        Args:
-          is_restore: whether it is for a restore of the servers.
         """
         if not is_restore:
             self.require_not_drawing("a pause of the workers")
@@ -479,6 +436,10 @@ class Board:
         """Returns the workers that take closures."""
         return [w for w in tuple(self.workers.values()) if not w.is_removed]
 
+    def worker_ids(self) -> list[int]:
+        """Returns their ids."""
+        return [worker.number for worker in self.active_workers()]
+
     def add_workers(self, count: int) -> list[int]:
         """Starts workers, each a thread; returns their ids.
 
@@ -504,8 +465,7 @@ class Board:
     def remove_workers(self, choose: Callable[[list[int]], Sequence[int]]) -> None:
         """Ends workers after the closures they have in hand, and waits until they have ended."""
         with self._choosing:
-            ids = choose([worker.number for worker in self.active_workers()])
-            workers = [self.workers[number] for number in ids]
+            workers = [self.workers[number] for number in choose(self.worker_ids())]
             for worker in workers:
                 worker.is_removed = True
             self.end_starved()
@@ -580,7 +540,7 @@ class Board:
             self._fail(closure, error)
         else:
             with self._lock:
-                self._end(closure, State.DONE, ran)
+                self._end(closure, "done", ran)
                 closure.position = self.num_held
                 self.num_held += 1
                 self._done.add(closure)
@@ -622,7 +582,7 @@ class Board:
         """Records that a closure failed; a reported one cancels those that have not begun."""
         over = [closure]
         with self._lock:
-            self._end(closure, State.FAILED, error=error)
+            self._end(closure, "failed", error=error)
             if closure.is_reported:
                 error.add_note(f"It was raised in {closure!r}.")
                 self._errors.append(error)
@@ -648,11 +608,11 @@ class Board:
 
     def _begin(self, closure: Closure, worker: Worker) -> None:
         self.running[closure] = worker
-        closure.state = State.RUNNING
+        closure.state = "running"
 
     def _put_first(self, closure: Closure) -> None:
         self.running.pop(closure, None)
-        closure.state = State.QUEUED
+        closure.state = "queued"
         self.queue.appendleft(closure)
 
     def _drop_queue(self, error: BaseException) -> list[Closure]:
@@ -662,7 +622,7 @@ class Board:
         dropped = [c for c in self.queue if c not in kept]
         self.queue = collections.deque(kept)
         for closure in dropped:
-            self._end(closure, State.CANCELLED, error=error)
+            self._end(closure, "cancelled", error=error)
         return dropped
 
     def _end(
@@ -674,7 +634,7 @@ class Board:
     ) -> None:
         self.running.pop(closure, None)
         closure.end(state, ran, error)
-        self.counts[state.value] += 1
+        self.counts[state] += 1
 
     # -- inside, without the lock ---------------------------------------------
 
@@ -692,7 +652,7 @@ class Board:
             starved = [c for c in self.queue if c.sources and is_starved(c)]
             for closure in starved:
                 self.queue.remove(closure)
-                self._end(closure, State.CANCELLED, error=_end_of_data(closure))
+                self._end(closure, "cancelled", error=_end_of_data(closure))
         self._announce(starved)
 
     def _has_room(self) -> bool:

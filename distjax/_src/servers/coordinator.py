@@ -23,7 +23,6 @@ from distjax._src.placement.topology import (
     REPLICA_AXIS,
     Topology,
     local_devices,
-    mesh_topology,
     one_device_topology,
     take_local,
 )
@@ -44,7 +43,7 @@ from distjax._src.servers.per_worker import (
     draw_each,
     require_source,
 )
-from distjax._src.servers.plan import StepPlan, lower, shardings_of
+from distjax._src.servers.plan import StepPlan, home_of, lower, shardings_of
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot
 from distjax._src.servers.storage import (
     ServerPlacement,
@@ -74,16 +73,7 @@ from distjax.errors import ContextError, describe_value, is_int, message, requir
 class ParameterServerExtended(StrategyExtended):
     """The `extended` of a `ParameterServerStrategy`.
 
-    Args:
-      topology: the replicas of a worker, all on the device where the user's process gets values.
-      board: of its closures; its engine runs workers and servers.
-      num_servers: how many servers there are.
-      partitioner: says into how many shards a variable is split; None: none is split.
-      cut: "least_bytes" or "arguments".
-
-    Attributes:
-      board: as given.
-      cutter: cuts steps.
+    Its topology has the replicas of a worker, all on the device where users get values.
     """
 
     def __init__(
@@ -238,7 +228,7 @@ class ParameterServerStrategy(Strategy):
             why="it says which part of a merge the worker does",
             fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
         )
-        homes = self._homes = _as_homes(_as_workers(workers), axis_name)
+        homes = self._homes = [home_of(each, axis_name) for each in _as_workers(workers)]
         self.worker_devices = tuple(home.devices for home in homes)
         self.max_staleness = max_staleness
         self.engine = _as_engine(engine)
@@ -283,19 +273,16 @@ class ParameterServerStrategy(Strategy):
         """Runs a step as one closure, and returns its result: ``strategy.run``."""
         return run_step(self, fn, args, kwargs)
 
+    @user_mesh.ignores_user_mesh
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> CutDescription:
-        """Returns a description of what a step is cut into, for `dj.explain`."""
+    ) -> tuple[CutDescription, list[jax.stages.Lowered]]:
+        """Returns what a step is cut into, and worker 0's programs if it has several devices."""
         plan, _ = self.cut_step(fn, args, kwargs)
-        return describe_plan(plan, list(self.extended.variables))
-
-    def lower_worker(
-        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-    ) -> list[jax.stages.Lowered]:
-        """Returns the programs that a worker with several devices runs, lowered for worker 0."""
-        plan, _ = self.cut_step(fn, args, kwargs)
-        return _lower_parts(plan, self._homes[0])
+        home = self._homes[0]
+        stages = plan.stages if home.mesh is not None else ()
+        lowered = [lower(stage.program, *shardings_of(stage, plan, home)) for stage in stages]
+        return describe_plan(plan, list(self.extended.variables)), lowered
 
     def describe(self, only: str = "", *, full: bool = False) -> StrategyDescription:
         """Returns a table of each worker's devices, and each variable's location and bytes.
@@ -320,13 +307,6 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
-
-
-@user_mesh.ignores_user_mesh
-def _lower_parts(plan: StepPlan, home: Topology) -> list[jax.stages.Lowered]:
-    """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
-    stages = plan.stages if home.mesh is not None else ()
-    return [lower(stage.program, *shardings_of(stage, plan, home)) for stage in stages]
 
 
 def _as_engine(engine: Engine | str) -> Engine:
@@ -380,13 +360,6 @@ def _as_workers(
         fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
     )
     return tuple(each)
-
-
-def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[Topology]:
-    """Returns where each worker runs its replicas."""
-    if len(workers[0]) == 1:
-        return [one_device_topology(device, 1, axis_name) for (device,) in workers]
-    return [mesh_topology(devices, axis_name) for devices in workers]
 
 
 def _require_count(value: object, name: str) -> None:
@@ -459,14 +432,14 @@ class RemoteValue:
         require(
             self._board.waiters.wait_until(lambda: self._closure.is_over, timeout),
             f"{method} needs {self._closure!r} to end within {timeout} s",
-            got=f"one that is {self._closure.state.value}",
+            got=f"one that is {self._closure.state}",
             why="its worker has not got that far yet",
             fix="wait longer; coordinator.stats() says what workers do",
             error=TimeoutError,
         )
 
     def __repr__(self) -> str:
-        return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
+        return f"RemoteValue({self._closure!r}, {self._closure.state})"
 
 
 def require_outside_of_steps(method: str) -> None:
@@ -538,11 +511,7 @@ def cut_call(
     *,
     is_reported: bool = True,
 ) -> Closure:
-    """Returns a closure for the board; errors of its trace are raised here.
-
-    Raises:
-      ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
-    """
+    """Returns a closure for the board; errors of its trace are raised here."""
     given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
     args, kwargs = require_call(fn, args, given, "schedule")
     args, kwargs, sources = _take_over(board, args, kwargs)
@@ -559,11 +528,24 @@ def _take_over(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
     """Returns arguments that the caller cannot change before a worker reads them; their sources."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    _require_no_remote_value(leaves)
+    remote = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
+    require(
+        remote is None,
+        "a step needs arguments that are there when it is scheduled",
+        got=repr(remote),
+        why="its closure might come before the one that it waits for",
+        fix="coordinator.schedule(step, args=(value.get(),))",
+    )
     found = dict.fromkeys(filter(_is_source, leaves))
-    if found and board.is_closed:
-        raise RuntimeError(_no_workers(next(iter(found))))
-    workers = [worker.number for worker in board.active_workers()]
+    require(
+        not (found and board.is_closed),
+        "run needs an open coordinator for per-worker data",
+        got=f"{next(iter(found), None)!r} among the arguments, and no coordinator",
+        why="each of its workers has its own values, and without one the step runs here",
+        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
+        error=RuntimeError,
+    )
+    workers = board.worker_ids()
     own = {x: x.copy_for(workers) if isinstance(x, PerWorkerValues) else x for x in found}
     taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
     args, kwargs = jax.tree.unflatten(treedef, taken)
@@ -617,26 +599,6 @@ def run_step(
     while not (board.run_alone(closure) or board.put(closure)):
         pass  # a coordinator was opened or closed meanwhile
     return RemoteValue(closure, board).get()
-
-
-def _no_workers(source: PerWorkerSource) -> str:
-    return message(
-        "run needs an open coordinator for per-worker data",
-        got=f"{source!r} among the arguments, and no coordinator",
-        why="each of its workers has its own values, and without one the step runs here",
-        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
-    )
-
-
-def _require_no_remote_value(leaves: Sequence[object]) -> None:
-    found = next((leaf for leaf in leaves if isinstance(leaf, RemoteValue)), None)
-    require(
-        found is None,
-        "a step needs arguments that are there when it is scheduled",
-        got=repr(found),
-        why="its closure might come before the one that it waits for",
-        fix="coordinator.schedule(step, args=(value.get(),))",
-    )
 
 
 # -- the coordinator ----------------------------------------------------------
@@ -858,13 +820,10 @@ class Coordinator:
         open_data = strategy.engine.open_data if at == "worker" else None
         num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(
-            fn_or_dataset, self._worker_ids, num_replicas, open_data, self._iterators
+            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._iterators
         )
 
     # -- workers --------------------------------------------------------------
-
-    def _worker_ids(self) -> list[int]:
-        return [worker.number for worker in self._board.active_workers()]
 
     def add_workers(self, n: int = 1) -> list[int]:
         """Starts more workers; returns their ids."""

@@ -171,11 +171,7 @@ class Engine(Protocol):
 
 
 class Deadlines:
-    """The deadlines of closures that have pulled: the rule, without any waiting.
-
-    Args:
-      max_staleness: s, the number of pushes by others that may come between.
-    """
+    """The deadlines of closures that have pulled: the rule, without any waiting."""
 
     def __init__(self, max_staleness: int):
         self.max_staleness = max_staleness
@@ -276,12 +272,7 @@ class Servers(Protocol):
     """The servers, as a worker sees them."""
 
     def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
-        """Has servers compile what they will run.
-
-        Args:
-          wanted: the keys that are pulled from each.
-          pushes: with the number of its stage, each push.
-        """
+        """Has servers compile pushes, each with the number of its stage, and what is pulled."""
         ...
 
     def pull(self, wanted: Wanted) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
@@ -303,12 +294,6 @@ class Attempt:
     """One attempt at a closure: the slots of its plan, and what was sent.
 
     All programs are compiled, also at servers, before anything is pulled.
-
-    Args:
-      task: what to run.
-      servers: the servers.
-      home: the worker's devices.
-      compiled: keeps the programs of the worker's plans.
 
     Attributes:
       versions: of each server used: after its last push, or as pulled.
@@ -360,7 +345,7 @@ class Attempt:
             for push, answer in zip(stage.pushes, answers, strict=True):
                 self._bring(push.answers, answer.arrays)
                 self.versions[push.server] = answer.version
-                self.tokens.append(answer.token)
+                self.tokens += [] if answer.token is None else [answer.token]
 
     def _compile(self) -> list[Executable]:
         plan = self._plan

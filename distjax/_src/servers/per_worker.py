@@ -22,7 +22,7 @@ from distjax._src.data.options import InputContext
 from distjax._src.data.reader import drop
 from distjax._src.placement import without_alias
 from distjax._src.typing import DTypeLike, PyTree
-from distjax.errors import describe_value, message, require
+from distjax.errors import describe_value, require
 
 # -- the elements of one dataset ----------------------------------------------
 
@@ -101,19 +101,19 @@ class Elements(NumberedElements):
         Some datasets are too short then, or can be read only once.
         """
         source = iter(self._make())
-        if source is self._source:
-            raise ValueError(_once_only(index))
+        require(
+            source is not self._source,
+            f"a restore needs per-worker data that can be read again, up to element {index}",
+            got="one that is its own iterator",
+            why="what it has given is gone",
+            fix="pass a list, a class with __iter__, or a function that makes the iterator",
+        )
         drop(enumerate(source), index, "per-worker data needs a dataset")
         self._source, self._next = source, index
 
 
 class Position(NamedTuple):
-    """How far a dataset has been drawn.
-
-    Attributes:
-      num_read: how many elements were made.
-      returned: those of them that nobody has drawn, or that were given back; the next one last.
-    """
+    """How far a dataset has been drawn; `returned` were made and not used, the next one last."""
 
     num_read: int
     returned: tuple[Any, ...]
@@ -129,11 +129,7 @@ class Cursor:
         self._returned: list[Any] = []
 
     def draw(self) -> Any:
-        """Returns the next element.
-
-        Raises:
-          DataEnded: there is no more.
-        """
+        """Returns the next element; raises DataEnded if there is no more."""
         with self._lock:
             if self._returned:
                 return self._returned.pop()
@@ -157,24 +153,7 @@ class Cursor:
             self._num_read, self._returned = position.num_read, list(position.returned)
 
 
-def _once_only(count: int) -> str:
-    return message(
-        f"a restore needs per-worker data that can be read again, up to element {count}",
-        got="one that is its own iterator",
-        why="what it has given is gone",
-        fix="pass a list, a class with __iter__, or a function that makes the iterator",
-    )
-
-
 # -- arrays that stay in the process of the worker that drew them -------------
-
-
-class RemoteElement(Protocol):
-    """An element that a worker has drawn and kept."""
-
-    def fetch(self, number: int) -> np.ndarray:
-        """Returns one of its arrays."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,22 +164,24 @@ class RemoteArray:
     array itself.
 
     Attributes:
-      element: the element.
-      number: the number of the array in it.
+      element: the engine's reference to the arrays of the element.
+      number: the number of the array among them.
       shape: its shape.
       dtype: the dtype in which it is wanted.
+      fetch: returns the arrays of an element here.
     """
 
-    element: RemoteElement
+    element: Hashable
     number: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    fetch: Callable[[Any], Sequence[np.ndarray]]
 
     def __repr__(self) -> str:
         return f"RemoteArray(shape={self.shape}, dtype={self.dtype})"
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.element.fetch(self.number), dtype or self.dtype)
+        return np.asarray(self.fetch(self.element)[self.number], dtype or self.dtype)
 
     def astype(self, dtype: np.dtype) -> RemoteArray:
         """Returns the same array, wanted in another dtype."""
@@ -264,9 +245,14 @@ class PerWorkerValues:
           ValueError: as many values as there are workers are needed.
         """
         given = self._by_worker
+        require(
+            given is not None or len(self.values) == len(workers),
+            f"PerWorkerValues needs a value for each of the {len(workers)} workers",
+            got=f"{len(self.values)} values for workers {list(workers)}",
+            why="a value without a worker would be dropped, and a worker without a value stay idle",
+            fix=f"dj.PerWorkerValues([value_of(worker) for worker in {list(workers)}])",
+        )
         if given is None:
-            if len(self.values) != len(workers):
-                raise ValueError(_values_text(len(self.values), workers))
             given = dict(zip(workers, self.values, strict=True))
         return self.of_workers({k: jax.tree.map(without_alias, v) for k, v in given.items()})
 
@@ -364,15 +350,6 @@ class PerWorkerDataset:
         iterator = PerWorkerIterator(cursors)
         self._iterators.add(iterator)
         return iterator
-
-
-def _values_text(count: int, workers: Sequence[int]) -> str:
-    return message(
-        f"PerWorkerValues needs a value for each of the {len(workers)} workers",
-        got=f"{count} values for workers {list(workers)}",
-        why="a value without a worker would be dropped, and a worker without a value stay idle",
-        fix=f"dj.PerWorkerValues([value_of(worker) for worker in {list(workers)}])",
-    )
 
 
 def _opened(make: Callable[[], Iterable[Any]]) -> Elements:

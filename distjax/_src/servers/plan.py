@@ -24,6 +24,7 @@ from jax.stages import Lowered
 from distjax._src import jax_compat
 from distjax._src.jax_compat import ShapedArray
 from distjax._src.placement import Topology, transfer
+from distjax._src.placement.topology import mesh_topology, one_device_topology
 from distjax._src.servers.per_worker import Argument, RemoteArray
 from distjax._src.variables.storage import StoredArray
 
@@ -32,13 +33,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A pure function of flat arrays, compiled by its runner.
-
-    Attributes:
-      name: its name in error texts.
-      fn: (*arrays) -> tuple of arrays.
-      avals: shapes and dtypes of the arrays.
-    """
+    """A pure function of flat arrays, (*arrays) -> tuple of arrays, compiled by its runner."""
 
     name: str
     fn: Callable[..., tuple[jax.Array, ...]]
@@ -129,17 +124,11 @@ _launching = threading.Lock()
 
 
 class Executable:
-    """A program, compiled for where it runs.
+    """A program, compiled for where it runs: `ins` and `outs` are the places of its arrays.
 
     It gives one more result, a token, since it may have no result of its own to wait for. A program
     with Python callbacks has completed on return, and nothing is donated to it: its errors are
     raised before anything uses values that it did not compute.
-
-    Args:
-      program: the program.
-      ins: where its arguments are placed; a numpy array is moved there.
-      outs: where its results and the token are placed.
-      donated: the numbers of the arguments that are donated.
     """
 
     def __init__(
@@ -258,6 +247,13 @@ def as_view(value: jax.Array) -> jax.Array | np.ndarray:
 def struct_of(aval: ShapedArray, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
     """Returns what stands for an array in a compilation."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def home_of(devices: Sequence[jax.Device], axis_name: str) -> Topology:
+    """Returns where a worker with these devices runs its replicas, one on each."""
+    if len(devices) == 1:
+        return one_device_topology(devices[0], 1, axis_name)
+    return mesh_topology(devices, axis_name)
 
 
 def sharding_of(slot: int, plan: StepPlan, home: Topology) -> Sharding:

@@ -153,17 +153,11 @@ def lost_error(number: int, got: str = "a server that is lost") -> ServerLostErr
 
 
 class Answer(NamedTuple):
-    """The result of a push.
-
-    Attributes:
-      version: the server's version after it.
-      arrays: the answers of its program.
-      token: ready when the push has run.
-    """
+    """What a push gives: the version after it, its answers, a token if they may not be ready."""
 
     version: int
     arrays: tuple[jax.Array, ...]
-    token: jax.Array
+    token: jax.Array | None = None
 
 
 #: The numbers of a closure, its stage and the attempt.
@@ -203,11 +197,7 @@ class Applied:
         return len(self._open) + len(self._done)
 
     def find(self, closure: int, stage: int, attempt: int) -> Answer | None:
-        """Returns the push's earlier answer, or None if it is yet to be applied.
-
-        Raises:
-          RefusedPush: it comes from an abandoned attempt.
-        """
+        """Returns the push's earlier answer, or None; a RefusedPush if the attempt is abandoned."""
         if closure < self.watermark or closure in self._done:
             raise RefusedPush(f"closure {closure} is done")
         record = self._open.setdefault(closure, _Open())
@@ -433,23 +423,15 @@ class Server(ParameterServer):
             self._applied.restart(num_closures)
             self.is_lost = False
 
-    def lose(self) -> None:
-        """Drops all values, like a server that dies."""
-        with self._lock:
-            self._lose()
-
     # -- inside, under the lock -----------------------------------------------
 
     def _call(self, before: Callable[[], None]) -> None:
         try:
             before()
         except ServerDied as death:
-            self._lose()
+            self.is_lost = True
+            self._values.clear()
             raise lost_error(self.number) from death
-
-    def _lose(self) -> None:
-        self.is_lost = True
-        self._values.clear()
 
     def _forget_removed(self) -> None:
         while self._removed:

@@ -34,7 +34,7 @@ from distjax._src.variables.policy import (
 )
 from distjax._src.variables.storage import StoredArray, VariableLock
 from distjax._src.variables.variable import Variable
-from distjax.errors import message
+from distjax.errors import require
 
 
 def num_bytes(value: PyTree) -> int:
@@ -91,11 +91,9 @@ class ServerLayout:
         return SingleDeviceSharding(self.device)
 
     def to_stored(self, value: jax.Array) -> Any:
-        """Returns `value` unchanged."""
         return value
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
-        """Returns `stored` unchanged."""
         return stored
 
     def constrain(self, stored: jax.Array) -> jax.Array:
@@ -103,7 +101,6 @@ class ServerLayout:
         return jnp.asarray(stored)
 
     def unencoded(self, shape: tuple[int, ...]) -> ServerLayout:
-        """Returns this layout."""
         return self
 
     def beside(self, shape: tuple[int, ...]) -> ServerLayout:
@@ -124,13 +121,7 @@ class AtEveryServer:
 class ServerPlacement:
     """Puts each variable on the server with the fewest bytes, and shards on servers in turn.
 
-    Args:
-      num_servers: how many servers there are.
-      device: where values fetched from them are placed.
-      partitioner: the number of shards per axis of a variable; None: no variable is split.
-
-    Attributes:
-      synchronizes: False, since a server has one value, however many replicas a worker has.
+    It does not synchronize: a server has one value, however many replicas a worker has.
     """
 
     synchronizes = False
@@ -171,16 +162,17 @@ class ServerPlacement:
             self._variables.add(variable)
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
-        """Returns how many rows each shard has, more in the first ones; [1] for a whole variable.
-
-        Raises:
-          ValueError: the partitioner splits an axis other than the first.
-        """
+        """Returns how many rows each shard has, more in the first ones; [1] if it is whole."""
         if self._partitioner is None or not shape or jax_compat.is_key_dtype(dtype):
             return [1]
         counts = count_shards(OWNER, self._partitioner, shape, dtype)
-        if any(count > 1 for count in counts[1:]):
-            raise ValueError(_axis_text(counts, shape))
+        require(
+            all(count == 1 for count in counts[1:]),
+            f"{OWNER}: partitioner needs to split the first axis only",
+            got=f"{list(counts)} shards for shape {shape}",
+            why="a server has some rows of a variable, from one to another",
+            fix="partitioner=dj.parts.FixedShards(2), or a function that returns [2, 1, ...]",
+        )
         n = min(counts[0], shape[0])
         return [shape[0] // n + (i < shape[0] % n) for i in range(n)] if n > 1 else [1]
 
@@ -193,15 +185,6 @@ class ServerPlacement:
     def reduction_layout(self, variable: LaidOut) -> Any:
         """Returns the variable's own layout."""
         return variable.layout
-
-
-def _axis_text(counts: Sequence[int], shape: tuple[int, ...]) -> str:
-    return message(
-        f"{OWNER}: partitioner needs to split the first axis only",
-        got=f"{list(counts)} shards for shape {shape}",
-        why="a server has some rows of a variable, from one to another",
-        fix="partitioner=dj.parts.FixedShards(2), or a function that returns [2, 1, ...]",
-    )
 
 
 # -- its array ----------------------------------------------------------------
@@ -258,14 +241,6 @@ class ServerStorage(StoredArray):
     """The array of a variable at servers, each part under a key.
 
     Plans hold it, so that the values exist as long as a plan may run.
-
-    Args:
-      variable: the variable.
-      lock: the lock of the strategy's variables.
-      parts: the parts of the variable.
-      servers: all servers of the strategy.
-      placement: counts their bytes.
-      device: where fetched values are placed.
     """
 
     def __init__(
@@ -299,18 +274,13 @@ class ServerStorage(StoredArray):
         """Returns the servers' current value; None before they have one."""
         if not self._is_made:
             return None
+        here, values = SingleDeviceSharding(self._device), dict[str, jax.Array]()
         with jax_compat.outside_traces():
-            values = self._read_parts()
-            return values[0] if len(values) == 1 else jnp.concatenate(values)
-
-    def _read_parts(self) -> list[jax.Array]:
-        """Returns the values of the parts; those at one server are of one version of it."""
-        values: dict[str, jax.Array] = {}
-        for number, parts in self._read_at.items():
-            keys = [part.key for part in parts]
-            values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
-        here = SingleDeviceSharding(self._device)
-        return [transfer(values[part.key], here) for part in self.parts]
+            for number, parts in self._read_at.items():  # of one version of each server
+                keys = [part.key for part in parts]
+                values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
+            each = [transfer(values[part.key], here) for part in self.parts]
+            return each[0] if len(each) == 1 else jnp.concatenate(each)
 
     def take_copy(self) -> Any:
         """Returns the value, which is fetched, so nobody else has it."""
@@ -345,12 +315,12 @@ class ServerStorage(StoredArray):
 
     def _send(self, array: jax.Array) -> None:
         for number, parts in self._written_at.items():
-            values = {part.key: _slice(array, part) for part in parts}
+            server, values = self._servers[number], {p.key: _slice(array, p) for p in parts}
             if self._is_made:
-                self._servers[number].write(values)
+                server.write(values)
                 continue
             for key, value in values.items():
-                self._servers[number].create(key, value)
+                server.create(key, value)
 
 
 def _slice(array: jax.Array, part: Part) -> jax.Array:
@@ -396,9 +366,6 @@ def policy_at_servers(
 
     The server has a single total for a sync-on-read variable, so what the replicas write is
     summed.
-
-    Raises:
-      ValueError: synchronization NONE; with several replicas, also as `policy_for`.
     """
     require_synchronization(modes[0], name)
     if num_replicas == 1:

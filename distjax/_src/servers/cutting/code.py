@@ -15,7 +15,7 @@ from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax._src.jaxprs import CALLS
 from distjax._src.servers.plan import Program, Stage
-from distjax._src.servers.storage import num_bytes
+from distjax._src.servers.storage import Part, num_bytes
 from distjax.errors import message
 
 #: Primitives that place a value. They are dropped: a program runs wherever its worker or server is.
@@ -24,12 +24,7 @@ PLACEMENTS = frozenset(("device_put", "sharding_constraint"))
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A traced function of flat arrays, and callable like one.
-
-    Attributes:
-      jaxpr: (*constants, *arrays) -> results.
-      consts: the values of the constants.
-    """
+    """A traced function of flat arrays, and callable like one; the jaxpr takes constants first."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
@@ -55,8 +50,7 @@ class Code:
 
     @functools.cached_property
     def _read(self) -> set[Var]:
-        atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
-        return {v for v in atoms if not isinstance(v, Literal)}
+        return {*values_of(v for e in self.jaxpr.eqns for v in e.invars), *values_of(self.outputs)}
 
     def cut_to(self, results: Iterable[int]) -> Code:
         """Returns the code of only some of the results, by number; it takes the same arrays."""
@@ -74,14 +68,6 @@ class Code:
         cut = jax_compat.new_jaxpr(like, (), invars, like.outvars, like.eqns)
         return Code(cut, [self.consts[i] for i in constants])
 
-    def between(
-        self, inputs: Sequence[Var], results: Sequence[Any], eqns: Sequence[JaxprEqn]
-    ) -> Code:
-        """Returns the code that computes some values from others by means of some equations."""
-        invars = [*self.jaxpr.invars[: len(self.consts)], *inputs]
-        part = Code(jax_compat.new_jaxpr(self.jaxpr, (), invars, results, eqns), self.consts)
-        return part.cut_to(range(len(results))).taking(range(len(inputs)))
-
     def as_program(self, name: str) -> Program:
         """Returns it as a program of a plan."""
         return Program(name, self, tuple(map(aval_of_atom, self.inputs)))
@@ -89,17 +75,58 @@ class Code:
 
 @dataclass(frozen=True)
 class NamedCode:
-    """Code that runs at the worker, with the names that its arrays have in the trace.
+    """Code whose arrays have names: of values in the trace, or the parts of variables.
 
     Attributes:
       code: (*operands) -> (*results).
-      operands: names of what it takes.
-      results: names of what it computes.
+      operands: names of what it takes, parts of variables first: their current values.
+      results: names of what it computes, parts of variables first: their new values.
     """
 
     code: Code
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts that it reads or writes."""
+        return [name for name in self.operands if isinstance(name, Part)]
+
+    @property
+    def written(self) -> list[Part]:
+        """The parts that it writes."""
+        return [name for name in self.results if isinstance(name, Part)]
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Returns the name of each result, and its atom in the code."""
+        return list(zip(self.results, self.code.outputs, strict=True))
+
+    def part(
+        self, results: Sequence[tuple[Any, Any]], eqns: Sequence[JaxprEqn] | None = None
+    ) -> NamedCode:
+        """Returns the code of some values, by name, by means of some equations, which are pruned.
+
+        It takes what these need, and what it writes. A value that is neither computed nor an
+        operand is its own name.
+        """
+        code = self.code
+        eqns = code.jaxpr.eqns if eqns is None else eqns
+        fixed = list(code.jaxpr.invars[: len(code.consts)])
+        ends = [atom for _, atom in results]
+        atoms = (*code.inputs, *(v for e in eqns for v in e.invars), *ends)
+        made = {*fixed, *(v for e in eqns for v in e.outvars)}
+        free = list(dict.fromkeys(v for v in values_of(atoms) if v not in made))
+        names = dict(zip(code.inputs, self.operands, strict=True))
+        operands, named = [names.get(v, v) for v in free], tuple(name for name, _ in results)
+        like = jax_compat.new_jaxpr(code.jaxpr, (), [*fixed, *free], ends, eqns)
+        cut = Code(like, code.consts).cut_to(range(len(ends)))
+        taken = [i for i, used in enumerate(cut.used) if used or operands[i] in named]
+        return NamedCode(cut.taking(taken), tuple(operands[i] for i in taken), named)
+
+
+def values_of(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the atoms that are no literals."""
+    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def code_of(program: Program) -> Code:
@@ -119,10 +146,7 @@ def trace_code(
 ) -> Code:
     """Returns the code of a function of flat arrays; nothing in it names a device.
 
-    Args:
-      fn: the function.
-      avals: shapes and dtypes of the arrays.
-      is_opened: whether its calls are inlined, so that their equations can be cut too.
+    If it is opened, its calls are inlined, so that their equations can be cut too.
     """
     jaxpr, consts = traces.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
     opens = opens_call if is_opened else _places
@@ -137,11 +161,8 @@ def trace_code(
 def eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of the jaxpr `like` under whatever trace is current.
 
-    Args:
-      like: the jaxpr that holds it.
-      eqn: the equation.
-      args: a value for each operand, also for literals. Where one variable is an operand twice,
-        the two may get different values.
+    It takes a value for each operand, also for literals. Where one variable is an operand twice,
+    the two may get different values.
     """
     names: list[Any] = [Var(aval_of_atom(atom)) for atom in eqn.invars]
     named = eqn.replace(invars=names)
@@ -191,7 +212,7 @@ def in_own_buffers(code: Code) -> Code:
 
     New values of variables are donated later, while others still hold what they were computed from.
     """
-    ends = [v for v in code.jaxpr.outvars if not isinstance(v, Literal)]
+    ends = values_of(code.outputs)
     if not {*ends}.intersection(code.jaxpr.invars) and len({*ends}) == len(ends):
         return code
     avals = [aval_of_atom(v) for v in code.inputs]

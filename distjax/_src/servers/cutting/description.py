@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from distjax._src import jax_compat
-from distjax._src.jax_compat import Jaxpr, Literal, Var
+from distjax._src.jax_compat import Jaxpr
 from distjax._src.servers.cutting.code import aval_of_atom, code_of
 from distjax._src.servers.plan import Program, Push, Stage, StepPlan
 from distjax._src.servers.storage import Part, num_bytes, parts_of
@@ -84,10 +84,9 @@ class CutDescription:
             ("answered", format_bytes(self.answered_bytes)),
         )
         yield Table("cut, per step of one worker:", (), travel)
-        rows = tuple(
-            (p.where, format_bytes(p.received_bytes), format_bytes(p.answered_bytes), _few(p))
-            for p in self.parts
-        )
+        few = lambda names: ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
+        sizes = lambda part: map(format_bytes, (part.received_bytes, part.answered_bytes))
+        rows = tuple((p.where, *sizes(p), few(p.operations)) for p in self.parts)
         yield Table("runs, in this order:", ("where", "gets", "answers", "operations"), rows)
         yield Table(
             "variables at servers (pulled: the worker's snapshot; read now: in a merge, at its "
@@ -97,17 +96,11 @@ class CutDescription:
         )
 
 
-def _few(part: CutPart) -> str:
-    more = len(part.operations) - 6
-    return ", ".join(part.operations[:6]) + (f" and {more} more" if more > 0 else "")
-
-
 def describe_plan(plan: StepPlan, variables: Sequence[Variable]) -> CutDescription:
     """Returns the description of a plan."""
     by_key = {part.key: part for v in variables for part in parts_of(v)}
     used = [_describe_part(by_key[key], plan) for key in plan.owners if key in by_key]
-    sizes = _slot_sizes(plan)
-    parts = [part for stage in plan.stages for part in _describe_stage(stage, sizes)]
+    parts = [part for stage in plan.stages for part in _describe_stage(stage)]
     return CutDescription(
         parts=tuple(parts),
         variables=tuple(used),
@@ -116,33 +109,15 @@ def describe_plan(plan: StepPlan, variables: Sequence[Variable]) -> CutDescripti
     )
 
 
-def _slot_sizes(plan: StepPlan) -> dict[int, int]:
-    """Returns the bytes of the slots that programs take or fill."""
-    sizes: dict[int, int] = {}
-    for stage in plan.stages:
-        code = code_of(stage.program)
-        sizes.update(zip(stage.results, map(_num_bytes, code.outputs), strict=True))
-        for push in stage.pushes:
-            code, num_taken = code_of(push.program), len(push.takes)
-            sent = map(_num_bytes, code.inputs[num_taken:])
-            sizes.update(zip(push.operands, sent, strict=True))
-            answered = map(_num_bytes, code.outputs[len(push.writes) :])
-            sizes.update(zip(push.answers, answered, strict=True))
-    return sizes
-
-
-def _num_bytes(atom: Var | Literal) -> int:
-    return num_bytes(aval_of_atom(atom))
-
-
-def _describe_stage(stage: Stage, sizes: Mapping[int, int]) -> Iterator[CutPart]:
+def _describe_stage(stage: Stage) -> Iterator[CutPart]:
     operations = _operations(stage.program)
     if operations or stage.results:
         yield CutPart("worker", operations, 0, 0)
     for push in stage.pushes:
-        received = sum(sizes[slot] for slot in push.operands)
-        answered = sum(sizes[slot] for slot in push.answers)
-        yield CutPart(f"server {push.server}", _operations(push.program), received, answered)
+        answers = map(aval_of_atom, code_of(push.program).outputs[len(push.writes) :])
+        received = sum(map(num_bytes, push.program.avals[len(push.takes) :]))
+        where = f"server {push.server}"
+        yield CutPart(where, _operations(push.program), received, sum(map(num_bytes, answers)))
 
 
 def _operations(program: Program) -> tuple[str, ...]:

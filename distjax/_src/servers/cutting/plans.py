@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -49,11 +49,11 @@ from distjax._src.servers.cutting.code import (
     off_devices,
     require_small,
     trace_code,
+    values_of,
 )
 from distjax._src.servers.cutting.stages import (
     Localities,
     TracedStage,
-    Update,
     cut_by_owner,
     equations_at_worker,
     find_localities,
@@ -103,14 +103,7 @@ class _Cuts:
 
 
 class Cutter:
-    """Cuts the steps of a strategy, each once per function and signature.
-
-    Args:
-      topology: the replicas of a worker.
-      num_servers: how many servers there are.
-      cut: "least_bytes" or "arguments".
-      find_strategy: returns the strategy.
-    """
+    """Cuts the steps of a strategy, each once per function and signature; in one of two ways."""
 
     def __init__(
         self,
@@ -132,19 +125,7 @@ class Cutter:
     def cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: dict[str, PyTree] | None
     ) -> tuple[StepPlan, list[jax.Array | np.ndarray]]:
-        """Returns the plan of a replica function, and its flat arguments; nothing is run.
-
-        Args:
-          fn: the replica function.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-
-        Raises:
-          ValueError, TypeError: args or kwargs have the wrong type, or fn is not a function.
-          MergeError: a merge is in a loop, or an update needs variables of several servers.
-          StrategyMismatchError: fn uses variables of another strategy.
-          Whatever ``fn`` raises.
-        """
+        """Returns the plan of a replica function, and its flat arguments; nothing is run."""
         given, named = require_call(fn, args, kwargs, "schedule")
         cuts: _Cuts = self._cuts.get(fn)
         if cuts.plans:
@@ -324,24 +305,14 @@ def assemble_plan(
     args_varying: Sequence[bool],
     cutter: Cutter,
 ) -> StepPlan:
-    """Returns the plan of a traced replica function.
-
-    Args:
-      name: its name, for the user.
-      traced: its trace.
-      args_varying: for each flat argument, whether it has a row for each replica.
-      cutter: the strategy's.
-
-    Raises:
-      MergeError, StrategyMismatchError: it cannot be cut.
-    """
+    """Returns the plan of a traced replica function; `args_varying` have rows for replicas."""
     topology = cutter.topology
     jaxpr, consts = open_calls(traced.jaxpr, traced.consts, topology)
     localities = find_localities(jaxpr, consts, args_varying, topology)
     constants: dict[Any, Any] = dict(zip(jaxpr.constvars, map(off_devices, consts), strict=True))
     results = _normalize(jaxpr.outvars[: len(traced.result.leaves)], constants)
     stages = split_stages(jaxpr, results)
-    used = _names(results).union(*map(_uses, stages))
+    used = set(results).union(*map(_uses, stages))
     snapshot = {v: x for v, x in find_variables(jaxpr).items() if v in used}
     merged = (v for s in stages for m in s.merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys((*snapshot.values(), *merged)))
@@ -357,27 +328,21 @@ def assemble_plan(
     programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
     require_small(name, made)
+    rebuild = traced.result.combine
+    if topology.num_replicas > 1:
+        is_varying = [v in localities.varying for v in results]
+        rebuild = functools.partial(_rebuild, rebuild, is_varying, topology)
     return StepPlan(
         name=name,
         arguments=arguments,
         pulls=pulls,
         stages=made,
         results=tuple(slots[v] for v in results),
-        rebuild=_rebuilder(traced.result.combine, results, localities),
+        rebuild=rebuild,
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         kept=tuple(v.stored for v in variables),
         varying=frozenset(slots[v] for v in localities.varying if v in slots),
     )
-
-
-def _rebuilder(
-    combine: Callable[[Sequence[Any]], Any], results: Sequence[Any], localities: Localities
-) -> Callable[[Sequence[jax.Array]], Any]:
-    """Returns the function that builds the user's results from a worker's arrays."""
-    if localities.topology.num_replicas == 1:
-        return combine
-    is_varying = [v in localities.varying for v in results]
-    return functools.partial(_rebuild, combine, is_varying, localities.topology)
 
 
 def _rebuild(
@@ -386,7 +351,7 @@ def _rebuild(
     topology: Topology,
     arrays: Sequence[jax.Array],
 ) -> Any:
-    """Returns the results as values of the strategy, on its device."""
+    """Returns the user's results, as values of the strategy on its device."""
     arrays = [transfer(x, topology.mirrored) for x in arrays]
     pairs = zip(arrays, is_varying, strict=True)
     return combine([PerReplica(x, topology) if varying else x for x, varying in pairs])
@@ -404,14 +369,10 @@ def _normalize(atoms: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
     return names
 
 
-def _names(atoms: Iterable[Any]) -> set[Any]:
-    return {a for a in atoms if not isinstance(a, Literal)}
-
-
 def _uses(stage: TracedStage) -> set[Any]:
     """Returns the names that a stage computes with, or sends."""
     eqns = (v for e in stage.eqns for v in e.invars)
-    return _names(eqns) | _names(a for m in stage.merges for a in m.arguments)
+    return {*values_of(eqns), *values_of(a for m in stage.merges for a in m.arguments)}
 
 
 def _cut_stages(
@@ -424,13 +385,16 @@ def _cut_stages(
 ) -> list[CutStage]:
     """Returns the stages with their merges cut by server."""
     cut: list[CutStage] = []
-    later, num_servers = _names(results), cutter.num_servers
+    later, num_servers = set(results), cutter.num_servers
     for number, stage in reversed([*enumerate(stages)]):
         joined, moved, pushes = NOTHING_RUN, NOTHING_RUN, []
         if stage.merges:
             update = trace_update(stage.merges, constants, later, localities)
             update, joined = join_answers(update)
-            moved, update = _move(update, cutter.way, num_servers)
+            early = slices_of_operands(update)
+            if cutter.way == "least_bytes":
+                early = equations_at_worker(update, num_servers)
+            moved, update = move_to_worker(update, early)
             pushes = cut_by_owner(update, name, number, num_servers)
         if joined.results:
             after = cut.pop() if cut else CutStage(TracedStage(), joined, NOTHING_RUN, [], later)
@@ -438,13 +402,6 @@ def _cut_stages(
         cut.append(CutStage(stage, NOTHING_RUN, moved, pushes, later.union(joined.operands)))
         later = later | _uses(stage)
     return cut[::-1]
-
-
-def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update]:
-    """Returns the part of an update that runs at the worker, and the rest."""
-    if cut == "least_bytes":
-        return move_to_worker(update, equations_at_worker(update, num_servers))
-    return move_to_worker(update, slices_of_operands(update))
 
 
 class _Programs:
@@ -484,7 +441,7 @@ class _Programs:
         """Returns the code that a worker runs in one stage, and the names of its operands."""
         eqns, joined, moved = cut.traced.eqns, cut.joined, cut.moved
         made = {v for e in eqns for v in e.outvars}
-        used = dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, Literal))
+        used = dict.fromkeys(values_of(v for e in eqns for v in e.invars))
         fixed = [v for v in used if v in self._constants]
         ins = [v for v in used if v not in made and v not in self._constants]
         outs = [v for v in dict.fromkeys((*wanted, *moved.operands)) if v in made]

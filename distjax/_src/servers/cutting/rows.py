@@ -5,14 +5,15 @@ computes each row from the same row of its operands runs shard by shard, and a l
 in each shard. All others run on whole values, concatenated from the shards. That is correct too,
 but it needs shards of several servers, which is for `stages.py` to find.
 
-How each value is needed is found first: forwards, what is computed in shards because its operands
-are; then backwards, in which shards the results need the rest, so that it is sliced early.
+What has an operand in shards is computed in these. The rest is computed whole, and by rows as well;
+of the forms of a value only those remain that a result needs, so that it is sliced early.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -111,13 +112,9 @@ _TAKEN: dict[str, Callable[[JaxprEqn, tuple[int, ...]], list[bool] | None]] = {
 
 
 def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, here: RowRange, operands: Operands) -> Any:
-    """Returns the rows `here` of the result of an equation.
+    """Returns the rows `here` of the result of an equation for which `rows_taken` is not None.
 
-    Args:
-      jaxpr: the jaxpr that holds it.
-      eqn: an equation for which `rows_taken` is not None.
-      here: which rows.
-      operands: these rows of the operands that it takes by rows; the others whole.
+    The operands that it takes by rows are these rows of them; the others are whole.
     """
     name, shape = eqn.primitive.name, (here.num_rows, *shape_of(eqn.outvars[0])[1:])
     if name == "broadcast_in_dim":
@@ -210,29 +207,24 @@ def _sliced(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> 
 
 #: How many rows the shards of a value have, in order; empty: it is whole.
 Sizes: TypeAlias = tuple[int, ...]
-#: Returns a value in its shards of these sizes.
-_Get: TypeAlias = Callable[[Any, Sizes], tuple[Any, ...]]
 
 
 def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Code:
-    """Returns code that takes and returns shards.
-
-    Args:
-      code: the same on whole values.
-      taken: the shards' sizes for each array that it takes.
-      given: the shards' sizes for each of its results.
-    """
+    """Returns code that takes and returns shards, of these sizes, in place of whole values."""
     code = _with_reshapes_merged(_without_branches(code))
-    consts = [()] * len(code.consts)
-    values = _Values(code.jaxpr, [*consts, *taken], given)
     avals = [aval for v, sizes in zip(code.inputs, taken, strict=True) for aval in _avals(v, sizes)]
+    all_sizes = list(dict.fromkeys(filter(None, (*taken, *given))))
+    bind = functools.partial(_bind, code.jaxpr, all_sizes)
 
     def run(*arrays: jax.Array) -> list[Any]:
         rest = iter(arrays)
-        inputs = [tuple(next(rest) for _ in sizes or (0,)) for sizes in taken]
-        return values.run([(c,) for c in code.consts] + inputs, given)
+        consts = [_Value({(): (c,)}) for c in code.consts]
+        inputs = [_Value({sizes: tuple(next(rest) for _ in sizes or (0,))}) for sizes in taken]
+        results = jax_compat.eval_jaxpr(code.jaxpr, (), consts + inputs, bind)
+        return [x for v, sizes in zip(results, given, strict=True) for x in _value(v).get(sizes)]
 
-    return trace_code(run, avals)
+    made = trace_code(run, avals)
+    return made.cut_to(range(len(made.outputs)))  # without the forms that nothing needs
 
 
 def _without_branches(code: Code) -> Code:
@@ -287,107 +279,73 @@ def _row_ranges(sizes: Sizes) -> list[RowRange]:
     return [RowRange(sum(sizes[:i]), n) for i, n in enumerate(sizes)]
 
 
-class _Values:
-    """The values of a jaxpr, whole and in shards; one that has one form is converted to any other.
-
-    Args:
-      jaxpr: the jaxpr.
-      taken: for each value that it takes, the sizes in which it comes.
-      given: for each result, the sizes in which it is needed.
+class _Value:
+    """A value in the form that was computed, whole or in shards; converted to any that is needed.
 
     Attributes:
-      natural: sizes of the values that are computed in shards, from shards.
-      wanted: sizes in which other values are needed too.
+      forms: its shards, by their sizes; a whole value is its only shard. The first one is computed
+        from what there is: if that is in shards, the value is not computed whole.
     """
 
-    def __init__(self, jaxpr: Jaxpr, taken: Sequence[Sizes], given: Sequence[Sizes]):
-        self._jaxpr = jaxpr
-        self.natural: dict[Var, Sizes] = {
-            v: sizes for v, sizes in zip(jaxpr.invars, taken, strict=True) if sizes
-        }
-        for eqn in jaxpr.eqns:
-            sizes = next(filter(None, map(self._natural, _rows_of(eqn))), ())
-            if sizes:
-                self.natural[eqn.outvars[0]] = sizes
-        self.wanted: dict[Var, dict[Sizes, None]] = {}
-        self._want(zip(jaxpr.outvars, given, strict=True))
-        for eqn in reversed(jaxpr.eqns):
-            rows = _rows_of(eqn)
-            for sizes in self._made(eqn) if rows else ():
-                self._want((v, sizes) for v in rows)
+    def __init__(self, forms: dict[Sizes, tuple[Any, ...]]):
+        self.forms = forms
 
-    def _natural(self, atom: Var | Literal) -> Sizes:
-        return () if isinstance(atom, Literal) else self.natural.get(atom, ())
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes in which it was computed."""
+        return next(iter(self.forms))
 
-    def _want(self, pairs: Iterable[tuple[Any, Sizes]]) -> None:
-        for atom, sizes in pairs:
-            if sizes and not isinstance(atom, Literal) and self._natural(atom) != sizes:
-                self.wanted.setdefault(atom, {})[sizes] = None
-
-    def _made(self, eqn: JaxprEqn) -> list[Sizes]:
-        """Returns the sizes in which a result is computed by rows, if it can be."""
-        out = eqn.outvars[0]
-        return [self.natural[out]] if out in self.natural else list(self.wanted.get(out, ()))
-
-    def run(self, inputs: Sequence[tuple[Any, ...]], given: Sequence[Sizes]) -> list[Any]:
-        """Returns the results, each in its shards.
-
-        Args:
-          inputs: the shards of each operand; a whole one is its only shard.
-          given: sizes of the results.
-        """
-        forms: dict[Var, dict[Sizes, tuple[Any, ...]]] = {}
-        for v, shards in zip(self._jaxpr.invars, inputs, strict=True):
-            forms[v] = {self.natural.get(v, ()): shards}
-
-        def get(atom: Var | Literal, sizes: Sizes) -> tuple[Any, ...]:
-            """Returns the shards of a value; a whole one is its only shard."""
-            if isinstance(atom, Literal):
-                return _cut(atom.val, sizes)
-            found = forms[atom]
-            if () not in found and sizes not in found:
-                found[()] = (jnp.concatenate(next(iter(found.values()))),)
-            if sizes not in found:
-                found[sizes] = _cut(found[()][0], sizes)
-            return found[sizes]
-
-        for eqn in self._jaxpr.eqns:
-            if self.natural.keys().isdisjoint(eqn.outvars):
-                for v, x in zip(eqn.outvars, self._whole(eqn, get), strict=True):
-                    forms.setdefault(v, {})[()] = (x,)
-            takes = rows_taken(eqn)
-            for sizes in self._made(eqn) if takes is not None else ():
-                made = self._by_rows(eqn, takes or [], sizes, get)
-                forms.setdefault(eqn.outvars[0], {})[sizes] = made
-        return [x for v, s in zip(self._jaxpr.outvars, given, strict=True) for x in get(v, s)]
-
-    def _whole(self, eqn: JaxprEqn, get: _Get) -> Sequence[Any]:
-        operands = [get(v, ())[0] for v in eqn.invars[1:]]
-        sizes = self._natural(eqn.invars[0]) if eqn.invars else ()
-        if sizes:
-            found = look_up(self._jaxpr, eqn, get(eqn.invars[0], sizes), operands)
-            if found is not None:
-                return [found]
-        first = [get(v, ())[0] for v in eqn.invars[:1]]
-        return eval_equation(self._jaxpr, eqn, first + operands)
-
-    def _by_rows(
-        self, eqn: JaxprEqn, takes: Sequence[bool], sizes: Sizes, get: _Get
-    ) -> tuple[Any, ...]:
-        pairs = zip(eqn.invars, takes, strict=True)
-        operands = [get(v, sizes) if rows else get(v, ()) * len(sizes) for v, rows in pairs]
-        return tuple(
-            run_on_rows(self._jaxpr, eqn, here, rows)
-            for here, *rows in zip(_row_ranges(sizes), *operands, strict=True)
-        )
+    def get(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Returns its shards of these sizes."""
+        if sizes not in self.forms and () not in self.forms:
+            self.forms[()] = (jnp.concatenate(self.forms[self.sizes]),)
+        if sizes not in self.forms:
+            (whole,) = self.forms[()]
+            rows = _row_ranges(sizes)
+            cut = [jax.lax.slice_in_dim(whole, p.start, p.start + p.num_rows) for p in rows]
+            self.forms[sizes] = tuple(cut)
+        return self.forms[sizes]
 
 
-def _rows_of(eqn: JaxprEqn) -> list[Any]:
-    """Returns the operands that an equation takes by rows."""
-    takes = rows_taken(eqn) or ()
-    return [v for v, by_rows in zip(eqn.invars, takes, strict=False) if by_rows]
+def _value(found: object) -> _Value:
+    return found if isinstance(found, _Value) else _Value({(): (found,)})  # a literal
 
 
-def _cut(value: jax.Array, sizes: Sizes) -> tuple[Any, ...]:
-    cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _row_ranges(sizes)]
-    return tuple(cut) if sizes else (value,)
+def _bind(
+    jaxpr: Jaxpr, all_sizes: Sequence[Sizes], eqn: JaxprEqn, ins: Sequence[Any]
+) -> Sequence[_Value]:
+    """Evaluates an equation: in shards if an operand is; else whole, and in any that may be needed.
+
+    So what a worker sends is sliced before anything is computed from it.
+    """
+    values, takes = list(map(_value, ins)), rows_taken(eqn)
+    by_rows = functools.partial(_by_rows, jaxpr, eqn, values, takes or ())
+    taken = [v.sizes for v, is_taken in zip(values, takes or (), strict=False) if is_taken]
+    sizes = next(filter(None, taken), ())
+    if sizes:
+        return [_Value({sizes: by_rows(sizes)})]
+    outs = [_Value({(): (x,)}) for x in _whole(jaxpr, eqn, values)]
+    if takes is not None:
+        (num_rows, *_), (out,) = shape_of(eqn.outvars[0]), outs
+        out.forms.update((s, by_rows(s)) for s in all_sizes if sum(s) == num_rows)
+    return outs
+
+
+def _whole(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[_Value]) -> Sequence[Any]:
+    others = [v.get(())[0] for v in values[1:]]
+    if values and values[0].sizes:
+        found = look_up(jaxpr, eqn, values[0].get(values[0].sizes), others)
+        if found is not None:
+            return [found]
+    return eval_equation(jaxpr, eqn, [v.get(())[0] for v in values[:1]] + others)
+
+
+def _by_rows(
+    jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[_Value], takes: Sequence[bool], sizes: Sizes
+) -> tuple[Any, ...]:
+    pairs = zip(values, takes, strict=True)
+    operands = [v.get(sizes) if rows else v.get(()) * len(sizes) for v, rows in pairs]
+    return tuple(
+        run_on_rows(jaxpr, eqn, here, rows)
+        for here, *rows in zip(_row_ranges(sizes), *operands, strict=True)
+    )

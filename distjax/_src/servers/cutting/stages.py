@@ -41,19 +41,19 @@ from distjax._src.replica.merge import (
 )
 from distjax._src.servers.cutting.code import (
     NOTHING_RUN,
-    Code,
     NamedCode,
     aval_of_atom,
     eval_opened,
     in_own_buffers,
     trace_code,
+    values_of,
 )
 from distjax._src.servers.cutting.rows import in_shards
 from distjax._src.servers.plan import Push
 from distjax._src.servers.storage import Part, num_bytes, parts_of, sizes_of
 from distjax._src.variables.state import find_variables, variable_p
 from distjax._src.variables.variable import Variable
-from distjax.errors import MergeError, message
+from distjax.errors import MergeError, message, require
 
 # -- which values differ per replica of a worker, and how programs hold them --
 
@@ -103,7 +103,7 @@ def find_localities(
     )
     ins = [*jaxpr.invars, *find_variables(jaxpr)]
     atoms = (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars)
-    names = list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+    names = list(dict.fromkeys(values_of(atoms)))
     everything = jax_compat.new_jaxpr(jaxpr, (), jaxpr.invars, names, jaxpr.eqns)
     found: list[GlobalValue] = []
 
@@ -191,11 +191,7 @@ def _merge_of_user(merge: Merge) -> UserMerge:
 
 
 def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple[Jaxpr, list[Any]]:
-    """Returns the trace with calls inlined, so that each merge at servers is a top-level equation.
-
-    Raises:
-      MergeError: one is inside of a loop or branch.
-    """
+    """Returns the trace with calls inlined that hold merges at servers: these are then on top."""
     if all(as_server_merge(e) or not _holds_server_merge(e) for e in jaxpr.eqns):
         return jaxpr, list(consts)
     avals = [v.aval for v in jaxpr.invars]
@@ -206,11 +202,7 @@ def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple
 
 
 def _holds_server_merge(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is, or holds, a merge at servers.
-
-    Raises:
-      MergeError: it holds one, and is not a call.
-    """
+    """Returns whether an equation is, or holds, a merge at servers; that has to be a call."""
     if as_server_merge(eqn) is not None:
         return True
     inner = (e for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
@@ -258,7 +250,7 @@ def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:
     latest = 0  # merges keep the order of the program
     for eqn, merge in _needed(jaxpr, results):
         atoms = eqn.invars if merge is None else merge.arguments
-        stage = max((level.get(v, 0) for v in atoms if not isinstance(v, Literal)), default=0)
+        stage = max((level.get(v, 0) for v in values_of(atoms)), default=0)
         if merge is None:
             stages[stage].eqns.append(eqn)
         else:
@@ -273,7 +265,7 @@ def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:
 
 def _needed(jaxpr: Jaxpr, results: Sequence[Any]) -> Iterator[tuple[JaxprEqn, ServerMerge | None]]:
     """Yields the equations that results, effects and writes depend on."""
-    needed = {v for v in results if not isinstance(v, Literal)}
+    needed = set(values_of(results))
     kept: list[tuple[JaxprEqn, ServerMerge | None]] = []
     for eqn in reversed(jaxpr.eqns):
         merge = as_server_merge(eqn)
@@ -282,30 +274,11 @@ def _needed(jaxpr: Jaxpr, results: Sequence[Any]) -> Iterator[tuple[JaxprEqn, Se
             continue
         kept.append((eqn, merge))
         atoms = eqn.invars if merge is None else merge.arguments
-        needed.update(v for v in atoms if not isinstance(v, Literal))
+        needed.update(values_of(atoms))
     yield from reversed(kept)
 
 
 # -- the update of a stage ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Update:
-    """The merges of one stage, as one function.
-
-    Attributes:
-      code: (*current values of `parts`, *operands) -> (*new values of `written`, *answers).
-      parts: the parts of the variables that a merge reads or writes.
-      operands: the names, in the trace, of what the worker sends.
-      written: the parts of variables that get new values.
-      answers: the names, in the trace, of the results that the worker needs.
-    """
-
-    code: Code
-    parts: tuple[Part, ...]
-    operands: tuple[Var, ...]
-    written: tuple[Part, ...]
-    answers: tuple[Var, ...]
 
 
 def trace_update(
@@ -313,18 +286,16 @@ def trace_update(
     constants: dict[Var, Any],
     needed: set[Var],
     localities: Localities,
-) -> Update:
-    """Returns the merges of one stage as one function.
+) -> NamedCode:
+    """Returns the merges of one stage as one function: their update.
 
-    Args:
-      merges: in the order of the program: each sees what the one before has written.
-      constants: the constants of the trace, by name; they are not sent.
-      needed: the names of what the worker needs afterwards.
-      localities: how the values of the trace are held.
+    It takes the current values of variables, and what the worker sends; and computes their new
+    values, and the answers: the results of merges that are `needed` afterwards. Each merge sees
+    what the one before has written. The constants of the trace are not sent.
     """
     read = (v for m in merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys(read))
-    atoms = (a for m in merges for a in m.arguments if not isinstance(a, Literal))
+    atoms = values_of(a for m in merges for a in m.arguments)
     operands = tuple(dict.fromkeys(a for a in atoms if a not in constants))
     written = tuple(dict.fromkeys(v for m in merges for v in m.written))
     answers = tuple(v for m in merges for v in m.eqn.outvars if v in needed)
@@ -343,7 +314,7 @@ def trace_update(
         taken = [*map(sizes_of, variables), *(() for _ in operands)]
         given = [*map(sizes_of, written), *(() for _ in answers)]
         code = in_shards(code, taken, given)
-    return Update(code, parts, operands, _parts_of_all(written), answers)
+    return NamedCode(code, (*parts, *operands), (*_parts_of_all(written), *answers))
 
 
 def _parts_of_all(variables: Sequence[Variable]) -> tuple[Part, ...]:
@@ -371,82 +342,44 @@ def _run_merge(
 # -- answers that need several servers: the worker joins their shares ---------
 
 
-def join_answers(update: Update) -> tuple[Update, NamedCode]:
-    """Returns an update whose answers need one server each, and code that joins the others."""
-    code = update.code
-    homes = _Homes(update)
-    num_written = len(update.written)
-    outs = list(zip(update.answers, code.outputs[num_written:], strict=True))
-    joint = [(name, v) for name, v in outs if homes.are_several(v)]
+def join_answers(update: NamedCode) -> tuple[NamedCode, NamedCode]:
+    """Returns an update whose answers need one server each, and code that joins the others.
+
+    At which servers a value can be computed follows from the parts that it depends on. An equation
+    with several results is split into one for each, as these may differ in that.
+    """
+    code, pairs = update.code, update.pairs()
+    homes: dict[Var, frozenset[int | None]] = {
+        v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
+    }
+    nowhere = frozenset[int | None]()
+    homes_of = lambda atom: nowhere if isinstance(atom, Literal) else homes.get(atom, nowhere)
+    are_several = lambda atom: len(homes_of(atom) - {None}) > 1
+    eqns: list[JaxprEqn] = []
+    for eqn in code.jaxpr.eqns:
+        each = [eqn]
+        if len(eqn.outvars) > 1 and not eqn.effects:
+            made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
+            each = list(dict.fromkeys(made))  # once, if it cannot be split
+        eqns += each
+        for one in each:
+            homes.update(dict.fromkeys(one.outvars, nowhere.union(*map(homes_of, one.invars))))
+    joint = [(name, v) for name, v in pairs if not isinstance(name, Part) and are_several(v)]
     if not joint:
         return update, NOTHING_RUN
-    own = [pair for pair in outs if pair not in joint]
-    at_worker = [e for e in homes.eqns if not e.effects and homes.leaves_to_worker(e)]
-    asked = homes.shares_of([v for _, v in joint], at_worker)
-    operands = code.inputs[len(update.parts) :]
-    made = code.between([*asked, *operands], [v for _, v in joint], at_worker)
-    ends = [*code.outputs[:num_written], *(v for _, v in own), *asked]
-    names = (*(name for name, _ in own), *asked)
-    rest = dataclasses.replace(
-        update, code=code.between(code.inputs, ends, homes.eqns), answers=names
-    )
-    joined = NamedCode(made, (*asked, *update.operands), tuple(name for name, _ in joint))
-    return rest, joined
-
-
-class _Homes:
-    """At which servers the values of an update can be computed.
-
-    Attributes:
-      eqns: the equations of its code; one with several results is split into one for each, as
-        these may have different homes.
-    """
-
-    def __init__(self, update: Update):
-        code = update.code
-        self._homes: dict[Var, frozenset[int | None]] = {
-            v: frozenset((part.server,)) for v, part in zip(code.inputs, update.parts, strict=False)
-        }
-        self.eqns: list[JaxprEqn] = []
-        for eqn in code.jaxpr.eqns:
-            each = [eqn]
-            if len(eqn.outvars) > 1 and not eqn.effects:
-                made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
-                each = list(dict.fromkeys(made))  # once, if it cannot be split
-            self.eqns += each
-            for one in each:
-                homes = frozenset[int | None]().union(*map(self._of, one.invars))
-                self._homes.update(dict.fromkeys(one.outvars, homes))
-
-    def _of(self, atom: Var | Literal) -> frozenset[int | None]:
-        return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
-
-    def are_several(self, atom: Var | Literal) -> bool:
-        """Returns whether a value depends on variables of several servers."""
-        return len(self._of(atom) - {None}) > 1
-
-    def leaves_to_worker(self, eqn: JaxprEqn) -> bool:
-        """Returns whether the worker may run an equation: no single server can, or none has to."""
-        out = eqn.outvars[0]
-        return self.are_several(out) or not self._of(out)
-
-    def shares_of(self, wanted: list[Any], eqns: list[JaxprEqn]) -> list[Var]:
-        """Returns the operands of `eqns` that single servers compute, if `wanted` needs them."""
-        needed, found = set(wanted), dict[Any, None]()
-        for eqn in reversed(eqns):
-            if needed.isdisjoint(eqn.outvars):
-                continue
-            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
-                if self._of(v) and not self.are_several(v):
-                    found.setdefault(v)
-                else:
-                    needed.add(v)
-        return list(found)
+    # The worker runs what no single server can, or none has to.
+    may_leave = lambda out: are_several(out) or not homes_of(out)
+    joined = update.part(joint, [e for e in eqns if not e.effects and may_leave(e.outvars[0])])
+    current = dict(zip(update.operands, code.inputs, strict=True))
+    operands = [current[x] if isinstance(x, Part) else x for x in joined.operands]
+    asked = [(v, v) for v in operands if v not in current]
+    rest = update.part([pair for pair in pairs if pair not in joint] + asked, eqns)
+    return rest, dataclasses.replace(joined, operands=tuple(operands))
 
 
 def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
     """Returns `eqn` reduced to one of its results, and to the operands which that needs."""
-    atoms = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+    atoms = list(dict.fromkeys(values_of(eqn.invars)))
     alone = jax_compat.new_jaxpr(like, (), atoms, [out], [eqn])
     return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns
 
@@ -454,67 +387,61 @@ def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
 # -- shares by owner ----------------------------------------------------------
 
 
-def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
+def results_by_server(update: NamedCode, num_servers: int) -> dict[int, list[int]]:
     """Returns the numbers of the results that each server computes.
 
     A part is written where it lives; an answer is computed where the variables that it reads live.
     """
     numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
-    for number, part in enumerate(update.written):
-        for server in numbers if part.server is None else (part.server,):
+    for number, name in enumerate(update.results):
+        if not isinstance(name, Part):
+            parts = _parts_used(update, [number]) or update.parts
+            numbers[_first_server(parts)].append(number)
+            continue
+        for server in numbers if name.server is None else (name.server,):
             numbers[server].append(number)
-    for number in range(len(update.written), len(update.written) + len(update.answers)):
-        numbers[_answers_at(update, number, num_servers)].append(number)
     return {k: v for k, v in numbers.items() if v}
 
 
-def _answers_at(update: Update, number: int, num_servers: int) -> int:
-    if num_servers == 1:
-        return 0
-    return _first_server(_parts_used(update, [number]) or update.parts, 0)
+def _first_server(parts: Iterable[Part]) -> int:
+    return min((part.server for part in parts if part.server is not None), default=0)
 
 
-def _first_server(parts: Iterable[Part], default: int) -> int:
-    return min((part.server for part in parts if part.server is not None), default=default)
+def _parts_used(update: NamedCode, results: Sequence[int]) -> list[Part]:
+    return update.part([update.pairs()[i] for i in results]).parts
 
 
-def _parts_used(update: Update, results: Sequence[int]) -> list[Part]:
-    used = update.code.cut_to(results).used
-    return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
-
-
-def cut_by_owner(update: Update, name: str, stage: int, num_servers: int) -> list[Push]:
+def cut_by_owner(update: NamedCode, name: str, stage: int, num_servers: int) -> list[Push]:
     """Returns what each server that takes part in an update is sent, does and answers.
 
-    Operands and answers have their names in the trace; they become slots later.
-
-    Raises:
-      MergeError: a server would need another one's variable, or several the value of a callback.
+    Operands and answers have their names in the trace; they become slots later. Raises a
+    MergeError if a server would need another one's variable, or several the value of a callback.
     """
     results = results_by_server(update, num_servers)
     if any(eqn.effects for eqn in update.code.jaxpr.eqns):
-        results = results or {_first_server(update.parts, 0): []}
-        if len(results) > 1:
-            raise MergeError(_shared_effect_text(name, results))
+        results = results or {_first_server(update.parts): []}
+        require(
+            len(results) == 1,
+            f"{name} needs merges with callbacks to run at one server",
+            got=f"one that servers {' and '.join(map(str, sorted(results)))} take part in",
+            why="each of them would call it, and servers do not talk to each other",
+            fix="call it in the step, and pass what it returns: "
+            f"ctx.merge_call(fn, args=(value,)); or {_ONE_SERVER}",
+            error=MergeError,
+        )
     pushes: list[Push] = []
     for server, own in sorted(results.items()):
-        code = update.code.cut_to(own)
-        made: list[Any] = [*update.written, *update.answers]
-        writes = [made[i] for i in own if i < len(update.written)]
-        names: list[Any] = [*update.parts, *update.operands]
-        taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
-        takes = [names[i] for i in taken if i < len(update.parts)]
-        if _foreign(takes, server):
+        share = update.part([update.pairs()[i] for i in own])
+        if _foreign(share.parts, server):
             raise MergeError(_foreign_text(update, name, server, own))
-        code = in_own_buffers(code.taking(taken))
         pushes.append(
             Push(
                 server=server,
-                operands=tuple(names[i] for i in taken if i >= len(update.parts)),
-                takes=tuple(part.key for part in takes),
-                writes=tuple(part.key for part in writes),
-                answers=tuple(made[i] for i in own if i >= len(update.written)),
-                program=code.as_program(f"{name} server {server}.{stage}"),
+                operands=share.operands[len(share.parts) :],
+                takes=tuple(part.key for part in share.parts),
+                writes=tuple(part.key for part in share.written),
+                answers=share.results[len(share.written) :],
+                program=in_own_buffers(share.code).as_program(f"{name} server {server}.{stage}"),
             )
         )
     return pushes
@@ -525,17 +452,7 @@ def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
     return [part for part in parts if part.server not in (None, server)]
 
 
-def _shared_effect_text(name: str, servers: Iterable[int]) -> str:
-    return message(
-        f"{name} needs merges with callbacks to run at one server",
-        got=f"one that servers {' and '.join(map(str, sorted(servers)))} take part in",
-        why="each of them would call it, and servers do not talk to each other",
-        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,)); or "
-        f"{_ONE_SERVER}",
-    )
-
-
-def _foreign_text(update: Update, name: str, server: int, results: Sequence[int]) -> str:
+def _foreign_text(update: NamedCode, name: str, server: int, results: Sequence[int]) -> str:
     written = [i for i in results if i < len(update.written)]
     wrong = [i for i in written if _foreign(_parts_used(update, [i]), server)]
     what = f"variable {update.written[wrong[0]].name!r}" if wrong else "a callback of its merge"
@@ -573,127 +490,77 @@ WORKER, SERVERS = "worker", "servers"
 ENDLESS = 1 << 30
 
 
-def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, Update]:
+def move_to_worker(update: NamedCode, early: Collection[int]) -> tuple[NamedCode, NamedCode]:
     """Returns the part of an update that the worker runs before it sends anything, and the rest."""
-    code, num_written = update.code, len(update.written)
-    current, operands = _split_at(code.inputs, len(update.parts))
-    written, answers = _split_at(code.jaxpr.outvars, num_written)
-    eqns = list(enumerate(code.jaxpr.eqns))
-    late = [e for i, e in eqns if i not in early]
-    names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
-    at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
-
-    pairs = list(zip(update.answers, answers, strict=True))
-    own = [(name, v) for name, v in pairs if not isinstance(v, Literal) and v in at_worker]
-    asked = [pair for pair in pairs if pair not in own]
-    ends = [*written, *(v for _, v in asked)]
-    read = _values(v for e in late for v in e.invars) + _values(ends)
-    crossing = [v for v in dict.fromkeys(read) if v in at_worker]
-    computed = [v for v in crossing if v not in names]
+    eqns = list(enumerate(update.code.jaxpr.eqns))
+    made = {v for i in early for v in update.code.jaxpr.eqns[i].outvars}
+    here = made.union(update.code.inputs[len(update.parts) :])
+    own = [(x, v) for x, v in update.pairs() if not (isinstance(x, Part) or isinstance(v, Literal))]
+    own = [(name, v) for name, v in own if v in here]
+    asked = [pair for pair in update.pairs() if pair not in own]
+    rest = update.part(asked, [e for i, e in eqns if i not in early])
+    computed = [(v, v) for v in rest.operands if v in made]
     first = [e for i, e in eqns if i in early or not e.effects]  # effects of the rest stay there
-    moved = code.between(operands, [*computed, *(v for _, v in own)], first)
-    rest = code.between([*current, *crossing], ends, late)
-    sent = tuple(names.get(v, v) for v in crossing)
-    return (
-        NamedCode(moved, update.operands, (*computed, *(name for name, _ in own))),
-        Update(rest, update.parts, sent, update.written, tuple(name for name, _ in asked)),
-    )
+    return update.part(computed + own, first), rest
 
 
-def equations_at_worker(update: Update, num_servers: int) -> set[int]:
-    """Returns the numbers of the equations of an update that its worker runs."""
-    graph = _Graph(update)
-    graph.hold_in_order()
+def equations_at_worker(update: NamedCode, num_servers: int) -> set[int]:
+    """Returns the numbers of the equations of an update that its worker runs.
+
+    A cut of the graph of the update pays for each edge from the worker's side to the servers'. Its
+    nodes are the two ends, the equations by number, and (server, value) for a value that is sent
+    there. What depends on constants alone has no node: both sides compute it.
+    """
+    code, edges = update.code, dict[tuple[Any, Any], int]()
+    pairs = zip(code.inputs, update.operands, strict=True)
+    maker: dict[Any, Any] = {v: SERVERS if isinstance(x, Part) else WORKER for v, x in pairs}
+    known = lambda atoms: [v for v in values_of(atoms) if v in maker]
+    for number, eqn in enumerate(code.jaxpr.eqns):
+        makers = [maker[v] for v in known(eqn.invars)]
+        if eqn.effects or makers:
+            maker.update(dict.fromkeys(eqn.outvars, number))
+        # The worker may run it only if it runs those that compute its operands.
+        for needed in (*makers, SERVERS) if eqn.effects else makers:
+            if needed is not WORKER:
+                edges[number, needed] = ENDLESS
     for server, numbers in results_by_server(update, num_servers).items():
-        graph.send(server, numbers)
-    graph.ask_for_answers()
-    return graph.worker_side()
+        own = code.cut_to(numbers)
+        needs = [(e.invars, maker[made[0]]) for e in own.jaxpr.eqns if (made := known(e.outvars))]
+        num_written = sum(number < len(update.written) for number in numbers)
+        needs.append((list(own.outputs[:num_written]), SERVERS))
+        for value, consumer in ((v, user) for atoms, user in needs for v in known(atoms)):
+            if maker[value] is not SERVERS:
+                edges[maker[value], (server, value)] = _num_bytes(value)
+                edges[(server, value), consumer] = ENDLESS
+    for value in known(code.outputs[len(update.written) :]):  # an answer of a server's travels
+        if isinstance(maker[value], int):
+            edges[WORKER, maker[value]] = _num_bytes(value)
+    return _worker_side(edges)
 
 
-def slices_of_operands(update: Update) -> set[int]:
+def _worker_side(edges: Mapping[tuple[Any, Any], int]) -> set[int]:
+    """Returns the equations on the worker's side of the latest minimum cut."""
+    nodes = {WORKER: 0, SERVERS: 1}
+    for edge in edges:
+        for node in edge:
+            nodes.setdefault(node, len(nodes))
+    sizes = [size for size in edges.values() if size != ENDLESS]
+    unit = 1 + sum(sizes) // (ENDLESS // 2)  # so that no sum of capacities is too large
+    capacities = [x if x == ENDLESS else -(-x // unit) for x in edges.values()]
+    ends = np.array([[nodes[a], nodes[b]] for a, b in edges]).reshape(-1, 2).T
+    values = (np.array(capacities, np.int32), (ends[0], ends[1]))
+    capacity = coo_matrix(values, (len(nodes), len(nodes))).tocsr()
+    left = (capacity - maximum_flow(capacity, 0, 1).flow).maximum(0)
+    left.eliminate_zeros()
+    at_servers = set(breadth_first_order(left.T, 1, return_predecessors=False).tolist())
+    return {n for n, i in nodes.items() if isinstance(n, int) and i not in at_servers}
+
+
+def slices_of_operands(update: NamedCode) -> set[int]:
     """Returns the numbers of the equations that slice what a worker sends."""
-    _, operands = _split_at(update.code.inputs, len(update.parts))
+    operands = update.code.inputs[len(update.parts) :]
     eqns = enumerate(update.code.jaxpr.eqns)
     return {i for i, e in eqns if e.primitive.name == "slice" and e.invars[0] in operands}
-
-
-class _Graph:
-    """The graph of an update: a cut pays for each edge from the worker's side to the servers'.
-
-    Its nodes are the two ends, the equations by number, and (server, value) for a value that is
-    sent there. What depends on constants alone has no node: both sides compute it.
-    """
-
-    def __init__(self, update: Update):
-        self._update, self._jaxpr = update, update.code.jaxpr
-        current, operands = _split_at(update.code.inputs, len(update.parts))
-        self._maker: dict[Var, Any] = dict.fromkeys(current, SERVERS)
-        self._maker.update(dict.fromkeys(operands, WORKER))
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            if eqn.effects or self._known(eqn.invars):
-                self._maker.update(dict.fromkeys(eqn.outvars, number))
-        self._edges: dict[tuple[Any, Any], int] = {}
-
-    def _known(self, atoms: Iterable[Any]) -> list[Var]:
-        """Returns the values among `atoms` that are not constants."""
-        return [v for v in _values(atoms) if v in self._maker]
-
-    def hold_in_order(self) -> None:
-        """Lets the worker run an equation only if it runs those that compute its operands."""
-        for number, eqn in enumerate(self._jaxpr.eqns):
-            for value in self._known(eqn.invars):
-                if self._maker[value] is not WORKER:
-                    self._edges[number, self._maker[value]] = ENDLESS
-            if eqn.effects:
-                self._edges[number, SERVERS] = ENDLESS
-
-    def send(self, server: int, numbers: Sequence[int]) -> None:
-        """Makes a cut pay for each value that one server needs and does not compute."""
-        code = self._update.code.cut_to(numbers)
-        for eqn in code.jaxpr.eqns:
-            made = self._known(eqn.outvars)
-            for value in self._known(eqn.invars) if made else ():
-                self._need(server, value, self._maker[made[0]])
-        num_written = sum(number < len(self._update.written) for number in numbers)
-        for value in self._known(code.jaxpr.outvars[:num_written]):
-            self._need(server, value, SERVERS)
-
-    def _need(self, server: int, value: Var, consumer: Hashable) -> None:
-        maker = self._maker[value]
-        if maker is not SERVERS:
-            self._edges[maker, (server, value)] = _num_bytes(value)
-            self._edges[(server, value), consumer] = ENDLESS
-
-    def ask_for_answers(self) -> None:
-        """Makes a cut pay for each answer that is computed at a server."""
-        for value in self._known(self._jaxpr.outvars[len(self._update.written) :]):
-            if isinstance(self._maker[value], int):
-                self._edges[WORKER, self._maker[value]] = _num_bytes(value)
-
-    def worker_side(self) -> set[int]:
-        """Returns the equations on the worker's side of the latest minimum cut."""
-        nodes = {WORKER: 0, SERVERS: 1}
-        for edge in self._edges:
-            for node in edge:
-                nodes.setdefault(node, len(nodes))
-        sizes = [size for size in self._edges.values() if size != ENDLESS]
-        unit = 1 + sum(sizes) // (ENDLESS // 2)  # so that no sum of capacities is too large
-        capacities = [x if x == ENDLESS else -(-x // unit) for x in self._edges.values()]
-        ends = np.array([[nodes[a], nodes[b]] for a, b in self._edges]).reshape(-1, 2).T
-        values = (np.array(capacities, np.int32), (ends[0], ends[1]))
-        capacity = coo_matrix(values, (len(nodes), len(nodes))).tocsr()
-        left = (capacity - maximum_flow(capacity, 0, 1).flow).maximum(0)
-        left.eliminate_zeros()
-        at_servers = set(breadth_first_order(left.T, 1, return_predecessors=False).tolist())
-        return {n for n, i in nodes.items() if isinstance(n, int) and i not in at_servers}
-
-
-def _split_at(items: Sequence[Any], number: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    return items[:number], items[number:]
-
-
-def _values(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def _num_bytes(value: Var) -> int:

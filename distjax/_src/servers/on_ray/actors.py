@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -22,7 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 import distjax
 from distjax._src import jax_compat
 from distjax._src.context import ProgramModes
-from distjax._src.placement.topology import abstract_topology, mesh_topology, one_device_topology
+from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
 from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
 from distjax._src.servers.per_worker import Elements
@@ -33,6 +32,7 @@ from distjax._src.servers.plan import (
     Push,
     Stage,
     StepPlan,
+    home_of,
     shardings_of,
     struct_of,
 )
@@ -41,18 +41,12 @@ from distjax._src.typing import PyTree
 from distjax.errors import UnsupportedError, message, require
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 
 class ProcessInfo(NamedTuple):
-    """A process's description of itself.
-
-    Attributes:
-      pid: its pid on its machine.
-      versions: of the packages that must be the same on both sides.
-      platform: its JAX platform.
-      num_devices: how many devices it has.
-    """
+    """A process's description of itself; `versions` must be the same on both sides."""
 
     pid: int
     versions: dict[str, str]
@@ -71,20 +65,21 @@ def own_versions() -> dict[str, str]:
     return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
+#: How many datasets a worker keeps open.
+_MOST_DATASETS = 16
+
+
 class WorkerActor:
     """A worker in its own process, which talks to the servers directly."""
 
     def __init__(self, num_replicas: int, axis_name: str) -> None:
-        self._device, *others = jax.local_devices()[:num_replicas]
-        self._home = one_device_topology(self._device, 1, axis_name)
-        if others:
-            self._home = mesh_topology((self._device, *others), axis_name)
+        self._home = home_of(jax.local_devices()[:num_replicas], axis_name)
+        self._device = self._home.devices[0]
         self._plans: dict[int, StepPlan] = {}
-        self._datasets: dict[int, Elements] = {}
+        self._datasets: dict[int, Elements] = {}  # the one that was drawn from last at the end
         self.set_servers(())
         #: By closure, from `begin` to the last `push`.
         self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
-        self._ready = jnp.zeros((), bool)  # the token of a push: an answered one has run
 
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
@@ -101,25 +96,20 @@ class WorkerActor:
 
     # -- per-worker data ------------------------------------------------------
 
-    def draw(
-        self, dataset: int, pickled: bytes, index: int, dropped: Iterable[int]
-    ) -> tuple[PyTree, list[np.ndarray]]:
+    def draw(self, dataset: int, pickled: bytes, index: int) -> tuple[PyTree, list[np.ndarray]]:
         """Returns an element with a struct in place of each array, and its arrays.
 
-        Args:
-          dataset: the number of the dataset.
-          pickled: the function that makes it.
-          index: the number of the element.
-          dropped: the numbers of datasets that the coordinator no longer has.
+        Of datasets that were not drawn from for long, only the latest stay open; another one is
+        made again by the function, which is `pickled`.
         """
         from ray import cloudpickle
 
-        for other in dropped:
-            self._datasets.pop(other, None)
         try:
-            if dataset not in self._datasets:
-                self._datasets[dataset] = Elements(cloudpickle.loads(pickled))
-            element = jax.tree.map(_on_host, self._datasets[dataset][index])
+            found = self._datasets.pop(dataset, None) or Elements(cloudpickle.loads(pickled))
+            self._datasets[dataset] = found
+            for other in list(self._datasets)[:-_MOST_DATASETS]:
+                del self._datasets[other]
+            element = jax.tree.map(_on_host, found[index])
         except SystemExit as error:  # Ray takes it as an order to end the process
             raise RuntimeError(f"per-worker data raised {error!r}") from error
         arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
@@ -141,7 +131,7 @@ class WorkerActor:
         with order.modes():
             arrays = from_wire(sent, self._device)
             task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
-            servers = _RemoteServers(self._servers, order, self._device, self._ready)
+            servers = _RemoteServers(self._servers, order, self._device)
             attempt = Attempt(task, servers, self._home, self._compiled)
         self._attempts[order.closure] = attempt, attempt.run()
         return self.push(order)
@@ -171,14 +161,9 @@ class _RemoteServers:
     """The servers, as a worker in its own process sees them."""
 
     def __init__(
-        self,
-        servers: Sequence[ActorHandle[ServerActor]],
-        order: Order,
-        device: jax.Device,
-        token: jax.Array,
+        self, servers: Sequence[ActorHandle[ServerActor]], order: Order, device: jax.Device
     ):
         self._servers, self._order, self._device = servers, order, device
-        self._token = token
 
     def compile(self, wanted: Wanted, pushes: Iterable[tuple[int, Push]]) -> None:
         """Sends them their programs, and has them compiled; what is pulled is sent as it is."""
@@ -204,25 +189,50 @@ class _RemoteServers:
             for (push, _, pulled), arrays in zip(sent, ready, strict=True)
         }
         return [
-            Answer(version, tuple(from_wire(answers, self._device)), self._token)
+            Answer(version, tuple(from_wire(answers, self._device)))
             for _, (version, answers) in _get_all(calls)
         ]
 
 
 def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Returns each server's answer."""
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError
-
     answers: list[tuple[int, Any]] = []
     for server, call in calls.items():
         try:
-            answers.append((server, ray.get(call)))
-        except RayActorError:
+            answers.append((server, get(call)))
+        except ProcessDied:
             raise lost_error(server) from None
-        except RayTaskError as error:  # as it was raised in the other process
-            raise error.cause from error
     return answers
+
+
+class ProcessDied(Exception):
+    """A process that was called is gone; the text says why."""
+
+
+def get(call: ObjectRef[Any], seconds: float | None = None) -> Any:
+    """Returns what a process answers to a call, or raises the exception that it raised.
+
+    Raises:
+      ProcessDied: it is gone.
+      TimeoutError: it has not answered so soon.
+    """
+    import ray
+    from ray import exceptions
+
+    try:
+        return ray.get(call, timeout=seconds)
+    except exceptions.RayTaskError as error:  # which has the traceback
+        raise error.cause from error
+    except (
+        exceptions.GetTimeoutError,
+        exceptions.RaySystemError,  # this and the next: the answer cannot be read here
+        exceptions.UnserializableException,
+    ):
+        raise
+    except exceptions.RayError as error:
+        lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+        ends = dict.fromkeys((*lines[:1], *lines[-1:]))  # what died, and why
+        raise ProcessDied(" ... ".join(ends) or type(error).__name__) from error
 
 
 # -- servers ------------------------------------------------------------------
@@ -233,9 +243,6 @@ class ServerActor:
 
     Ray runs one call at a time, so no value changes while it is sent. Only `compile` runs beside
     the others.
-
-    Args:
-      number: its number in the strategy.
     """
 
     def __init__(self, number: int):
@@ -257,14 +264,15 @@ class ServerActor:
             result = getattr(self._server, method)(*from_wire(args, self._device))
             return to_wire(result)
 
-    def tell(self, over: Iterable[int], removed: Iterable[str], plans: Collection[int]) -> None:
+    def tell(self, told: Iterable[tuple[str, Any]]) -> None:
         """Drops closures that are over, values of dead variables, and plans."""
-        for closure in over:
-            self._server.mark_done(closure)
-        self._server.remove(removed)
-        for plan, stage in self._pushes.copy() if plans else ():
-            if plan in plans:
-                del self._pushes[plan, stage]
+        for method, argument in told:
+            getattr(self if method == "drop_plan" else self._server, method)(argument)
+
+    def drop_plan(self, number: int) -> None:
+        """Drops the pushes of a plan."""
+        for key in [key for key in self._pushes.copy() if key[0] == number]:
+            del self._pushes[key]
 
     def pull(self, keys: Sequence[str]) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version, for a worker."""
@@ -449,17 +457,7 @@ def export_plan(
     worker_platforms: Iterable[str],
     server_platforms: Iterable[str],
 ) -> StepPlan:
-    """Returns a plan in the form in which it is sent.
-
-    Args:
-      plan: made by a strategy.
-      replicas: how many replicas each worker has, and the name of their axis.
-      worker_platforms: the platforms of its workers.
-      server_platforms: the platforms of its servers.
-
-    Raises:
-      UnsupportedError: a program calls back to Python, or has no stable form.
-    """
+    """Returns a plan in the form in which it is sent; an UnsupportedError if it calls Python."""
     anywhere = abstract_topology(*replicas)
 
     def exported(stage: Stage) -> Stage:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,13 @@ from distjax._src.servers.on_ray.actors import (
     OnWire,
     Order,
     Place,
+    ProcessDied,
     ProcessInfo,
     ServerActor,
     WorkerActor,
     export_plan,
     from_wire,
+    get,
     own_versions,
     start_actor,
     to_wire,
@@ -54,9 +56,9 @@ from distjax.errors import ClusterError, message, require, require_int
 # staleness is bounded. Values go directly between workers and servers.
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
-_T = TypeVar("_T")
 _LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
@@ -115,9 +117,8 @@ class RayEngine(Engine):
         self._gate: Gate
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
-        self._numbers = itertools.count()  # of plans and data
-        self._data = weakref.WeakValueDictionary[int, RemoteElements]()
-        self._announcing = threading.Lock()  # held while plans and data are looked through
+        self._numbers = itertools.count()  # of plans and datasets
+        self._announcing = threading.Lock()  # held while plans are looked through
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -160,10 +161,7 @@ class RayEngine(Engine):
                     server.keep_plans({number for number, _ in self._plans.values()})
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
-        with self._announcing:
-            number = next(self._numbers)
-            elements = self._data[number] = RemoteElements(self, worker, number, make)
-        return elements
+        return RemoteElements(self, worker, next(self._numbers), make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         return self.find(worker, is_wanted) is not None
@@ -213,11 +211,10 @@ class RayEngine(Engine):
                 if failures == self.max_failures:
                     raise
 
-    def replace_dead(self, worker: int, process: RayProcess, error: Exception) -> str:
-        """Replaces a process that died; returns why it did."""
+    def replace_dead(self, worker: int, process: RayProcess) -> None:
+        """Replaces a process that died."""
         self._drop(worker, process)
         self.begin(worker)
-        return ends_of(error)
 
     def end_worker(self, worker: int) -> None:
         import ray
@@ -238,8 +235,6 @@ class RayEngine(Engine):
         process = self._processes.get(worker)
         return None if process is None or process.info is None else process.info.pid
 
-    # -- for attempts and data --------------------------------------------------
-
     def introduce(self, plan: StepPlan, process: RayProcess) -> int:
         """Sends a worker the servers and a plan, unless it has them; returns the plan's number."""
         with self._announcing:
@@ -254,24 +249,15 @@ class RayEngine(Engine):
                 process.plans = {*process.plans, number} - dropped
         return number
 
-    def current_data(self) -> set[int]:
-        """Returns the numbers of the data that are still iterated over."""
-        with self._announcing:
-            return set(self._data)
-
 
 # -- servers ------------------------------------------------------------------
 
-#: How many finished closures are reported to a server at once.
+#: How many finished closures, say, are reported to a server at once.
 _TOLD_AT_ONCE = 8
 
 
 class RayServer(ParameterServer):
-    """A server in a Ray process.
-
-    Attributes:
-      platform: its JAX platform.
-    """
+    """A server in a Ray process."""
 
     def __init__(self, number: int, make: Callable[[int], ActorHandle[ServerActor]]):
         self.number = number
@@ -280,18 +266,13 @@ class RayServer(ParameterServer):
         self.is_lost = False
         self.platform = "cpu"
         self.pid = 0
-        self._over: collections.deque[int] = collections.deque()
         self._report = Report()  # the latest
         self._plans: set[int] = set()  # that were admitted
-        self._dropped: set[int] = set()  # plans still to be dropped
-        self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
+        #: What the process is yet to be told: methods of its actor's, with their argument.
+        self._untold: collections.deque[tuple[str, Any]] = collections.deque()
 
     def wait_for_start(self) -> None:
-        """Waits until its process has started.
-
-        Raises:
-          ClusterError: it has not started, or is not usable.
-        """
+        """Waits until its process has started; a ClusterError if that is not usable."""
         info = self._process.require_start()
         self.pid, self.platform = info.pid, info.platform
 
@@ -312,7 +293,7 @@ class RayServer(ParameterServer):
         self._ask("create", key, jnp.asarray(value))
 
     def remove(self, keys: Iterable[str]) -> None:
-        self._removed.extend(keys)  # a finalizer may not call Ray
+        self._untold.append(("remove", list(keys)))  # a finalizer may not call Ray
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
         return self._ask("read", keys)
@@ -325,8 +306,8 @@ class RayServer(ParameterServer):
         return self._ask("add", values, modes=ProgramModes.of_this_thread())
 
     def mark_done(self, closure: int) -> None:
-        self._over.append(closure)
-        if len(self._over) >= _TOLD_AT_ONCE:
+        self._untold.append(("mark_done", closure))
+        if len(self._untold) >= _TOLD_AT_ONCE:
             self._tell()
 
     def snapshot(self) -> ServerSnapshot:
@@ -346,38 +327,31 @@ class RayServer(ParameterServer):
 
     def keep_plans(self, numbers: set[int]) -> None:
         """Drops all other plans, soon."""
-        self._dropped = self._dropped | (self._plans - numbers)
+        self._untold.extend(("drop_plan", number) for number in self._plans - numbers)
         self._plans = numbers
 
     def call(self, method: str, *args: object) -> Any:
-        """Returns the result of a method of its process, or raises its exception.
-
-        Raises:
-          ServerLostError: the process has died.
-        """
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
-
+        """Returns the result of a method of its process, or raises its exception."""
         if self.is_lost:
             raise lost_error(self.number)
         self._tell()
         try:
-            return ray.get(getattr(self.actor, method).remote(*args))
-        except RayActorError as error:
+            return get(getattr(self.actor, method).remote(*args))
+        except ProcessDied as error:
             self.is_lost = True
             raise lost_error(self.number) from error
-        except RayTaskError as error:
-            raise error.cause from error
 
     def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
         """Returns the result of a method of the `Server` in its process: see `call`."""
         return from_wire(self.call("ask", method, to_wire(args), modes))
 
     def _tell(self) -> None:
-        over, removed = drain(self._over), drain(self._removed)
-        dropped, self._dropped = self._dropped, set()
-        if (over or removed or dropped) and not self.is_lost:
-            self.actor.tell.remote(over, removed, dropped)
+        told: list[tuple[str, Any]] = []
+        with contextlib.suppress(IndexError):  # other threads may add meanwhile
+            while True:
+                told.append(self._untold.popleft())
+        if told and not self.is_lost:
+            self.actor.tell.remote(told)
 
 
 # -- attempts that were sent --------------------------------------------------
@@ -390,8 +364,8 @@ class Sent:
         process = engine.find(worker)
         assert process is not None, "it is wanted"
         self._engine, self._worker, self._process = engine, worker, process
-        elements = [x.element for x in task.arrays if isinstance(x, RemoteArray)]
-        self._elements = [x for x in dict.fromkeys(elements) if isinstance(x, _DrawnElement)]
+        elements = (x.element for x in task.arrays if isinstance(x, RemoteArray))
+        self._elements = list(dict.fromkeys(elements))
         self._order = Order(
             engine.introduce(task.plan, process),
             task.closure,
@@ -399,29 +373,21 @@ class Sent:
             list(map(self._as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
-        self._method = "run"
         self._answer: Any = None
 
     def _as_sent(self, array: Argument) -> OnWire | Place:
         if not isinstance(array, RemoteArray):
             return to_wire(array)
-        assert isinstance(array.element, _DrawnElement), "as this engine draws them"
         return Place(self._elements.index(array.element), array.number, array.dtype)
 
     def send(self, method: str) -> None:
         """Calls a method of the worker with the order."""
-        self._method = method
         # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [] if method == "push" else [element.arrays for element in self._elements]
+        arrays = [] if method == "push" else self._elements
         self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
 
     def ask(self, method: str) -> Done | None:
-        """Calls a method of the worker, and returns its answer; None: it has more to push.
-
-        Raises:
-          WorkerDied: the worker died.
-          Exception: what it raised.
-        """
+        """Calls a method of the worker, and returns its answer; None: it has more to push."""
         self.send(method)
         return self._answered()
 
@@ -439,34 +405,18 @@ class Sent:
         )
 
     def _answered(self) -> Done | None:
-        import ray
-        from ray.exceptions import ObjectLostError, RayError, RayTaskError, UnserializableException
-
-        while True:
-            try:
-                return ray.get(self._answer)
-            except RayTaskError as error:
-                if not isinstance(error.cause, ObjectLostError):
-                    raise error.cause from error
-                for element in self._elements:  # with the machine that had it
-                    element.draw()
-                self.send(self._method)
-            except UnserializableException:
-                raise
-            except RayError as error:
-                ends = self._engine.replace_dead(self._worker, self._process, error)
-                raise WorkerDied(ends, has_begun=self._process.blame()) from error
+        try:
+            return get(self._answer)
+        except ProcessDied as death:
+            self._engine.replace_dead(self._worker, self._process)
+            raise WorkerDied(death, has_begun=self._process.blame()) from death
 
 
 # -- per-worker data ----------------------------------------------------------
 
 
 class RemoteElements(NumberedElements):
-    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep.
-
-    Raises:
-      TypeError: the function that makes the dataset cannot be pickled.
-    """
+    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep."""
 
     def __init__(
         self, engine: RayEngine, worker: int, number: int, make: Callable[[], Iterable[Any]]
@@ -476,95 +426,51 @@ class RemoteElements(NumberedElements):
         try:
             self._pickled = cloudpickle.dumps(make)
         except Exception as error:
-            raise TypeError(_unpicklable(error)) from error
+            raise TypeError(
+                message(
+                    "create_per_worker_dataset needs a function that can be pickled, on RayEngine",
+                    got=f"one that cannot: {error}",
+                    why="it is called in the processes of the workers",
+                    fix="open files and connections inside of the function; or "
+                    'create_per_worker_dataset(fn, at="coordinator")',
+                )
+            ) from error
         self._engine, self._worker, self._number = engine, worker, number
 
     def __getitem__(self, index: int) -> Any:
-        element = _DrawnElement(self, index)
+        described, arrays = self._draw(index)
         numbers = itertools.count()
 
         def as_array(leaf: PyTree) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                return RemoteArray(element, next(numbers), leaf.shape, np.dtype(leaf.dtype))
+                dtype = np.dtype(leaf.dtype)
+                return RemoteArray(arrays, next(numbers), leaf.shape, dtype, _fetch)
             return from_wire(leaf)
 
-        described = element.draw()
         return jax.tree.map(as_array, described, is_leaf=lambda x: isinstance(x, Disguised))
 
-    def draw(self, index: int) -> tuple[Any, Any]:
-        """Returns an element with a struct in place of each array, and a reference to its arrays.
-
-        Raises:
-          WorkerDied: too many processes were lost meanwhile.
-          Exception: what the user's code raises, or `DataEnded`.
-        """
-        import ray
-        from ray.exceptions import (
-            RayError,
-            RaySystemError,
-            RayTaskError,
-            UnserializableException,
-        )
-
-        engine, failures = self._engine, 0
+    def _draw(self, index: int) -> tuple[Any, Any]:
+        """Returns an element with a struct in place of each array, and Ray's reference to these."""
+        failures = 0
         while True:
-            process = engine.find(self._worker)
+            process = self._engine.find(self._worker)
             assert process is not None, "it is wanted"
-            dropped = process.data - engine.current_data()
-            process.data = {*process.data, self._number} - dropped
+            draw: Any = process.actor.draw.options(num_returns=2)
+            described, arrays = draw.remote(self._number, self._pickled, index)
             try:
-                draw: Any = process.actor.draw.options(num_returns=2)
-                described, arrays = draw.remote(self._number, self._pickled, index, dropped)
-                element: Any = ray.get(described)
-            except RayTaskError as error:  # it has the traceback
-                raise error.cause from error
-            except (RaySystemError, UnserializableException):  # the element cannot be read here
-                raise
-            except RayError as error:
-                ends = engine.replace_dead(self._worker, process, error)
+                return get(described), arrays
+            except ProcessDied as death:
+                self._engine.replace_dead(self._worker, process)
                 failures += 1
-                if failures == engine.max_failures:
-                    raise WorkerDied(ends) from error  # it is the data that kills
-                continue
-            return element, arrays
+                if failures == self._engine.max_failures:
+                    raise WorkerDied(death) from death  # it is the data that kills
 
 
-class _DrawnElement:
-    """An element that was drawn; if its machine is lost, it is made again.
+def _fetch(arrays: ObjectRef[Any]) -> Sequence[np.ndarray]:
+    """Returns the arrays of an element."""
+    import ray
 
-    Attributes:
-      arrays: Ray's reference to its arrays.
-    """
-
-    def __init__(self, elements: RemoteElements, index: int):
-        self._elements, self._index = elements, index
-        self.arrays: Any = None
-
-    def draw(self) -> Any:
-        """Draws it, perhaps again; returns its description."""
-        described, self.arrays = self._elements.draw(self._index)
-        return described
-
-    def fetch(self, number: int) -> np.ndarray:
-        """Returns one of its arrays."""
-        import ray
-        from ray.exceptions import ObjectLostError
-
-        try:
-            return ray.get(self.arrays)[number]
-        except ObjectLostError:
-            self.draw()
-            return ray.get(self.arrays)[number]
-
-
-def _unpicklable(error: Exception) -> str:
-    return message(
-        "create_per_worker_dataset needs a function that can be pickled, on RayEngine",
-        got=f"one that cannot: {error}",
-        why="it is called in the processes of the workers",
-        fix="open files and connections inside of the function; or "
-        'create_per_worker_dataset(fn, at="coordinator")',
-    )
+    return ray.get(arrays)
 
 
 # -- the cluster --------------------------------------------------------------
@@ -588,19 +494,15 @@ _DEFAULTS = {"RAY_max_direct_call_object_size": str(1 << 20), "RAY_worker_nicene
 def connect(address: str | None) -> bool:
     """Connects to a cluster; returns whether this process started it.
 
-    Args:
-      address: of an existing cluster; None: the one that Ray is connected to, or named by
-        RAY_ADDRESS, or a new one on this machine.
-
-    Raises:
-      ImportError: Ray is not installed.
-      ClusterError: a new one is needed, and the user has imported Ray.
+    The address None is the one that Ray is connected to, or named by RAY_ADDRESS, or a new one
+    here; that is a ClusterError if the user has imported Ray.
     """
+    global _started
     with _starting:
         is_new = address is None and "RAY_ADDRESS" not in os.environ
         is_imported = sys.modules.get("ray") is not None
         settings = _settings() if is_new and (_folder or not is_imported) else {}
-        with _signals(), _environment(settings):
+        with _unchanged(settings):
             if not is_imported:
                 _import_ray()
             import ray
@@ -610,9 +512,25 @@ def connect(address: str | None) -> bool:
             if not is_new:
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
                 return False
-            if not settings:
-                raise ClusterError(_imported_too_early())
-            _start_here()
+            require(
+                settings,
+                "RayEngine needs to import Ray itself, to start a cluster of its own",
+                got="a Ray that was imported before",
+                why="on import Ray reads that it is to listen at this machine only, and ask for a "
+                "token",
+                fix="engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a "
+                "cluster with Ray's own settings, which RayEngine() then uses",
+                error=ClusterError,
+            )
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(_folder),
+            )
+            _started = True
             return True
 
 
@@ -650,31 +568,6 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _start_here() -> None:
-    global _started
-    import ray
-
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(_folder),
-    )
-    _started = True
-
-
-def _imported_too_early() -> str:
-    return message(
-        "RayEngine needs to import Ray itself, to start a cluster of its own",
-        got="a Ray that was imported before",
-        why="on import Ray reads that it is to listen at this machine only, and ask for a token",
-        fix="engine = dj.servers.RayEngine() before `import ray`; or ray.init() for a cluster with "
-        "Ray's own settings, which RayEngine() then uses",
-    )
-
-
 def _end_cluster(pid: int) -> None:
     """Shuts down the cluster of a process; a forked child has none."""
     global _started
@@ -688,9 +581,9 @@ def _end_cluster(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Generator[None]:
-    """A context in which environment variables are set; all are restored after it."""
-    before = dict(os.environ)
+def _unchanged(settings: dict[str, str]) -> Generator[None]:
+    """A context with environment variables; restores all of these, and the handler of SIGTERM."""
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ.update(settings)
     try:
         yield
@@ -698,17 +591,7 @@ def _environment(settings: dict[str, str]) -> Generator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _signals() -> Generator[None]:
-    """A context that restores the handler of SIGTERM."""
-    handler: Any = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and handler is not None:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
@@ -722,14 +605,10 @@ def actor_options(
     runtime_env: Mapping[str, Any] | None,
     is_ours: bool,
 ) -> dict[str, Any]:
-    """Returns the Ray options of a process.
+    """Returns the Ray options of a process; CPU devices are made, if it has no others.
 
-    Args:
-      resources: what Ray reserves.
-      num_devices: how many devices it needs: CPU devices are made, if it has no others.
-      runtime_env: the user's, which takes precedence.
-      is_ours: whether this process started the cluster: its processes then share the
-        installation, and nothing is reserved unless asked for.
+    The user's `runtime_env` takes precedence. In a cluster that this process started, processes
+    share the installation, and nothing is reserved unless asked for.
     """
     options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
     has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
@@ -756,62 +635,39 @@ def actor_options(
 START_SECONDS = 300.0
 
 
-def ends_of(error: Exception) -> str:
-    """Returns the first and last line of a Ray error, in one line: what died, and why."""
-    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
-
-
 def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 class RayProcess:
-    """One process of a worker or a server.
+    """One process of a worker or a server; `info` is None while it starts.
 
-    Args:
-      name: its name in errors.
-      actor: the process.
-      num_devices: how many devices it needs.
-
-    Attributes:
-      servers: the servers that it was told.
-      plans: the numbers of the plans that it was sent.
-      data: the numbers of the datasets that it reads.
-      info: its description of itself; None while it starts.
+    `servers` and `plans` are what it was told so far: plans by number.
     """
 
     def __init__(self, name: str, actor: ActorHandle[Any], num_devices: int = 1):
         self.name, self.actor = name, actor
         self.servers: Sequence[ActorHandle[Any]] = ()
         self.plans: set[int] = set()
-        self.data: set[int] = set()
         self._is_blamed = False
         self.info: ProcessInfo | None = None
         self._num_devices = num_devices
         self._answer: Any = actor.describe_process.remote()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has started, at the latest after so many seconds.
-
-        Raises:
-          ClusterError: it failed to, its versions differ, or it has too few devices.
-        """
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
+        """Returns whether it has started by then; a ClusterError if it failed, or is of no use."""
         if self.info is not None:
             return True
         name, count = self.name, self._num_devices
         try:
-            info: ProcessInfo = ray.get(self._answer, timeout=seconds)
-        except GetTimeoutError:
+            info: ProcessInfo = get(self._answer, seconds)
+        except TimeoutError:
             return False
-        except RayActorError as error:
+        except ProcessDied as error:
             raise ClusterError(
                 message(
                     f"{name} needs a process that starts",
-                    got=ends_of(error),
+                    got=str(error),
                     why="it imports distjax and JAX, before it is sent anything",
                     fix="install both on every machine of the cluster, or name them in "
                     "RayEngine(runtime_env=...); Ray's logs have all of it",
@@ -858,12 +714,3 @@ class RayProcess:
         )
         assert self.info is not None, "it has started"
         return self.info
-
-
-def drain(items: collections.deque[_T]) -> list[_T]:
-    """Takes all items; other threads may take and add at the same time."""
-    taken: list[_T] = []
-    with contextlib.suppress(IndexError):
-        while True:
-            taken.append(items.popleft())
-    return taken

@@ -105,7 +105,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_curve_is_that_of_one_device(each, name):
     training = model_axes.variables(each, OPTIMIZERS[name])
-    batch = model_axes.batch(4)
+    batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
     expected = model_axes.on_one_device(4, 4, OPTIMIZERS[name])
     # Sums in another order may round a moment to the next of 255 numbers.
@@ -132,7 +132,7 @@ def test_central_storage_splits_on_the_devices():
     """One copy in host memory; in a step each device of a replica has its part."""
     central = dj.CentralStorageStrategy(model_axes=AXES)
     training = model_axes.variables(central)
-    batch = model_axes.batch(4)
+    batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
     np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
     found = {v.name: v.host_bytes for v in central.describe().variables}
@@ -334,6 +334,7 @@ REFUSED = {
     "an odd size": (P("model"), (7, 8), "axis 0 of size 7 over 2 devices"),
     "a scalar": (P("model"), (), "1 entries for a value with 0 axes"),
     "the replica axis": (P("replica"), (4, 8), "the replica axis 'replica'"),
+    "both axes": (P(None, ("model", "replica")), (4, 8), "the replica axis 'replica'"),
 }
 
 
@@ -350,7 +351,7 @@ def test_specs_that_do_not_fit(each, case):
         made(each, np.ones(shape), sharding=fitting)
     else:
         assert "sharding=P() keeps it whole" in text
-    if case == "the replica axis":
+    if case in ("the replica axis", "both axes"):
         assert "ShardedStrategy(partition='parameters')" in text
 
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import AbstractValue
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
 from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
@@ -394,6 +394,31 @@ class _Rewriter:
         if all(new is part for new, part in zip(parts, value, strict=True)):
             return value
         return getattr(type(value), "_make", tuple)(parts)  # those of a solver have names
+
+
+def on_device(code: Jaxpr, sharding: Sharding) -> Jaxpr:
+    """Returns code for one device: what it constrains to others, or moves there, stays on it."""
+
+    def moved(place: object) -> Any:
+        if not isinstance(place, Sharding) or _is_on(place, sharding):
+            return place
+        return sharding.with_memory_kind(place.memory_kind)
+
+    def rewrite(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+        if eqn.primitive.name == "sharding_constraint":
+            new = {"sharding": moved(eqn.params["sharding"])}
+        elif eqn.primitive.name == "device_put":
+            new = {"devices": tuple(map(moved, eqn.params["devices"]))}
+        else:
+            return None
+        return [eqn.replace(params={**eqn.params, **new})]
+
+    return _Rewriter(rewrite).rewrite(code)
+
+
+def _is_on(place: Sharding, sharding: Sharding) -> bool:
+    is_abstract = isinstance(getattr(place, "mesh", None), AbstractMesh)  # which has no devices
+    return not is_abstract and place.device_set == sharding.device_set
 
 
 def _in_float32(eqn: JaxprEqn) -> list[JaxprEqn] | None:

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat, traces
 from distjax._src.collectives.mapping import join_maps, on_device
+from distjax._src.collectives.stacks import by_layer
 from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
@@ -314,7 +315,7 @@ class Discovered:
         self.created = list(log.values)
         self.facts, self.takes_spread = facts, takes_spread
         code, self.reads = with_variables_as_inputs(jaxpr)
-        self._jaxpr = join_maps(code)
+        self._jaxpr = by_layer(join_maps(code))
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
         self._constraints = _constraints_of(self._jaxpr)
         written = self._jaxpr.outvars[len(per_replica) : len(per_replica) + len(writes)]

@@ -51,7 +51,21 @@ def read_otherwise(ws, x):
     return forward(ws, x) + 1e-2 * jnp.mean(ws[0][0])
 
 
-LOSSES = (forward, without_remat, backwards, all_recomputed, in_turns, twice, read_otherwise)
+def in_bfloat16(ws, x):
+    ws, x = jax.tree.map(lambda v: v.astype(jnp.bfloat16), (ws, x))
+    return forward(ws, x).astype(jnp.float32)
+
+
+LOSSES = (
+    in_bfloat16,
+    forward,
+    without_remat,
+    backwards,
+    all_recomputed,
+    in_turns,
+    twice,
+    read_otherwise,
+)
 
 
 def train(strategy, loss, num_layers, spec=None):
@@ -90,13 +104,14 @@ def gathered_bytes(compiled):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_a_turn_gathers_its_layer(loss, num_layers):
     losses, compiled = train(zero(), loss, num_layers)
-    np.testing.assert_allclose(losses, on_one_device(loss, num_layers), atol=1e-6)
+    atol = 1e-3 if loss is in_bfloat16 else 1e-6
+    np.testing.assert_allclose(losses, on_one_device(loss, num_layers), atol=atol)
     is_whole = loss is read_otherwise
     scans = {twice: 4, all_recomputed: 4}.get(loss, 3)
     most = scans * 4 * WIDTH * (WIDTH + 1)
     stack = num_layers * 4 * WIDTH * WIDTH
     assert gathered_bytes(compiled) > stack if is_whole else gathered_bytes(compiled) <= most
-    if loss in (forward, all_recomputed):
+    if loss in (forward, all_recomputed, in_bfloat16):
         assert compiled.memory_analysis().temp_size_in_bytes < stack
 
 

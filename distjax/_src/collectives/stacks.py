@@ -25,6 +25,7 @@ from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 _AXES = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 #: The calls that XLA inlines, too.
 _CALLS = frozenset(("closed_call", "eval_jaxpr", "jit"))
+_CONVERT = "convert_element_type"
 #: What a result passes through from one map to the next.
 _VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
@@ -173,10 +174,20 @@ def _gather_inside(
     eqns: list[JaxprEqn], results: Sequence[Any], gather: JaxprEqn
 ) -> list[JaxprEqn]:
     """Returns the equations with a gather inside of the scans, if they alone take its result."""
-    _, whole = _ends(gather)
+    shard, whole = _ends(gather)
+    users = [e for e in eqns if _has(e.invars, whole)]
     if _has(results, whole):
         return eqns
-    instead = {id(e): _gathering(e, gather) for e in eqns if _has(e.invars, whole)}
+    if len(users) == 1 and users[0].primitive.name == _CONVERT and gather.primitive.name in _AXES:
+        # Each replica converts its own part before it is gathered.
+        (convert,) = users
+        narrow = Var(shard.aval.update(dtype=convert.outvars[0].aval.dtype))
+        narrows = convert.replace(invars=[shard], outvars=[narrow])
+        gathers = gather.replace(invars=[narrow], outvars=convert.outvars)
+        trial = [gathers if e is convert else narrows if e is gather else e for e in eqns]
+        moved = _gather_inside(trial, results, gathers)
+        return eqns if moved is trial else moved
+    instead = {id(e): _gathering(e, gather) for e in users}
     if not instead or None in instead.values():
         return eqns
     return [instead.get(id(e)) or e for e in eqns if e is not gather]
@@ -218,7 +229,12 @@ def _reduce_inside(
     """Returns the equations with a reduction inside of the scan whose result it alone takes."""
     (stack, total), maker = _ends(reduction), reduction
     dropped, shape = list[JaxprEqn](), stack.aval.shape
-    while maker is reduction or maker.primitive.name in _VIEWS:
+    converts: JaxprEqn | None = None
+    while maker is reduction or maker.primitive.name in _VIEWS or maker.primitive.name == _CONVERT:
+        if maker.primitive.name == _CONVERT:
+            if converts is not None:
+                return eqns
+            converts = maker
         dropped.append(maker)
         stack, _ = _ends(maker)
         takers = sum(_has(e.invars, stack) for e in eqns) + _has(results, stack)
@@ -228,7 +244,7 @@ def _reduce_inside(
     if stack.aval.shape != shape:
         return eqns
     at = next(i for i, v in enumerate(maker.outvars) if v is stack)
-    code = _reducing(maker, at, reduction)
+    code = _reducing(maker, at, reduction, converts)
     if code is None:
         return eqns
     made = [total if v is stack else v for v in maker.outvars]
@@ -236,8 +252,10 @@ def _reduce_inside(
     return [new if e is maker else e for e in eqns if not any(e is d for d in dropped)]
 
 
-def _reducing(maker: JaxprEqn, at: int, reduction: JaxprEqn) -> Jaxpr | None:
-    """Returns the code of a scan whose result `at` is reduced in it; None: it cannot be."""
+def _reducing(
+    maker: JaxprEqn, at: int, reduction: JaxprEqn, converts: JaxprEqn | None
+) -> Jaxpr | None:
+    """Returns the code of a scan whose result `at` is converted and reduced in it; None: not so."""
     if maker.primitive.name not in ("scan", "remat2"):
         return None
     code, _ = jax_compat.open_jaxpr(maker.params["jaxpr"])
@@ -245,14 +263,19 @@ def _reducing(maker: JaxprEqn, at: int, reduction: JaxprEqn) -> Jaxpr | None:
     if isinstance(made, Literal):
         return None
     outvars: list[Any] = list(code.outvars)
-    if maker.primitive.name == "remat2":
+    eqns, is_remat = list(code.eqns), maker.primitive.name == "remat2"
+    if not is_remat and at < len(jax_compat.split_scan_inputs(maker, maker.invars)[1]):
+        return None  # a carry
+    if converts is not None:
+        taken, wide = made, Var(made.aval.update(dtype=converts.outvars[0].aval.dtype))
+        eqns.append(converts.replace(invars=[taken], outvars=[wide]))
+        made = wide
+    if is_remat:
         outvars[at] = Var(total.aval)
         outside = reduction.replace(invars=[made], outvars=[outvars[at]])
-        trial = [*code.eqns, outside]
+        trial = [*eqns, outside]
         eqns = _reduce_inside(trial, outvars, outside)
         return None if eqns is trial else code.replace(outvars=outvars, eqns=eqns)
-    if at < len(jax_compat.split_scan_inputs(maker, maker.invars)[1]):  # a carry
-        return None
     outvars[at] = _sliced(total)
-    reduces = _of_layer(reduction, made, outvars[at])
-    return code.replace(outvars=outvars, eqns=[*code.eqns, reduces])
+    eqns.append(_of_layer(reduction, made, outvars[at]))
+    return code.replace(outvars=outvars, eqns=eqns)

@@ -104,7 +104,8 @@ def by_hand(
     devices = np.array(jax.devices()).reshape(num_replicas, size)
     mesh = Mesh(devices, ("replica", "model"), axis_types=(AxisType.Auto,) * 2)
     initial = task.initial()
-    split = {k: _over_replicas(task.specs[k], v.shape, num_replicas) for k, v in initial.items()}
+    taken = task.specs if size > 1 else dict.fromkeys(task.specs, P())
+    split = {k: _over_replicas(taken[k], v.shape, num_replicas) for k, v in initial.items()}
     stage = 0 if partition is None else 1 + PARTITIONS.index(partition)
     of_state, of_grads, of_params = (
         {k: NamedSharding(mesh, spec) for k, spec in (split if over else task.specs).items()}

@@ -79,6 +79,7 @@ BENCHMARK = Benchmark(
         "temp bytes",
         "donated bytes",
         "state bytes",
+        "by axis",
         "within bars",
     ),
     run=run,

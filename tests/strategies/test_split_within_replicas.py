@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 from benchmarks import model_axes
+from benchmarks.split_models import transformer
 from tests.strategies.eight_bits import eight_bit_adam
 
 AXES = {"model": 2}
@@ -90,6 +91,29 @@ def test_zero_adds_only_collectives_over_the_replicas(part):
         assert over("all-reduce", "replica")[1] <= 144
     assert cost.state_bytes == (kept if part == "parameters" else on_each) + 2 * kept + 4
     assert cost.donated_bytes == cost.state_bytes
+
+
+@pytest.mark.parametrize("form", ["mirrored", "parameters"])
+def test_a_transformer_moves_and_holds_no_more_than_by_hand(form):
+    """Heads and dense layers split as in the language model example; ZeRO-3 by hand is XLA's."""
+    task = transformer()
+    training = model_axes.variables(MAKE[form](model_axes=AXES), task=task)
+    losses = [float(training.step(*task.batch(4))) for _ in range(3)]
+    np.testing.assert_allclose(losses, model_axes.on_one_device(3, 4, task=task), rtol=1e-6)
+    cost, expected = training.cost(), model_axes.by_hand(4, 2, task).cost()
+    over = lambda cost, axis: sum(n[1] for key, n in cost.collectives.items() if key[1] == axis)
+    assert over(cost, "model") == over(expected, "model")
+    assert cost.donated_bytes == cost.state_bytes
+    on_each = (expected.state_bytes - 4) // 3  # parameters, and two moments
+    if form == "mirrored":
+        assert over(cost, "replica") <= over(expected, "replica")
+        assert cost.state_bytes == expected.state_bytes
+        assert cost.temp_bytes <= expected.temp_bytes
+    else:
+        assert cost.collectives["all-gather", "replica"].result_bytes <= on_each
+        assert cost.collectives["reduce-scatter", "replica"].result_bytes <= on_each // 4
+        assert cost.state_bytes < expected.state_bytes / 3.9
+        assert cost.temp_bytes <= expected.temp_bytes + on_each
 
 
 OPTIMIZERS = {

@@ -124,3 +124,23 @@ def test_with_model_axes(num_layers):
     of_layer = 4 * WIDTH * WIDTH // 2
     if num_layers == 6:
         assert gathered_bytes(compiled) <= 4 * (of_layer + 4 * WIDTH)
+
+
+def test_explain_names_the_lines():
+    strategy = zero()
+    with strategy.scope():
+        w = dj.Variable(np.ones((12, WIDTH, WIDTH), np.float32))
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")
+        optimizer.init([w])
+
+    def step(x):
+        loss = lambda w: jnp.mean(lax.scan(lambda x, w: (x @ w, None), x, w)[0] ** 2)
+        optimizer.apply_gradients([(jax.grad(loss)(w.value), w)])
+
+    (x,) = strategy.distribute_dataset([np.ones((ROWS, WIDTH), np.float32)])
+    found = dj.explain(step, x, strategy=strategy)
+    lines = {c.kind: c.source for c in (*found.written, *found.compiled)}
+    assert set(lines) == {"all-gather", "reduce-scatter"}
+    assert all("test_stacks.py" in line and line.endswith("step)") for line in lines.values()), (
+        lines
+    )

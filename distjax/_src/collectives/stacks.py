@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distjax._src import jax_compat, traces
 from distjax._src.collectives.mapping import Rewriter, is_replica_map, renamed, replaced
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from distjax._src.typing import PyTree
 
 #: The collectives that can be done by layer -> the parameter with the axis that they join or split.
 _AXES = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
@@ -64,7 +65,10 @@ def _inlined(code: Jaxpr) -> Jaxpr:
             continue
         inner = _inlined(inner)
         own = dict(zip(inner.invars, eqn.invars, strict=True))
-        eqns += (renamed(e, own, eqn, 0) for e in inner.eqns)
+        for e in inner.eqns:
+            new = renamed(e, own, eqn, 0)
+            place = e.source_info.replace(name_stack=new.source_info.name_stack)  # its own line
+            eqns.append(new.replace(source_info=place))
         names.update(zip(eqn.outvars, replaced(inner.outvars, own), strict=True))
     return code.replace(eqns=eqns, outvars=known(code.outvars))
 
@@ -73,7 +77,7 @@ def _has_scans(code: Jaxpr) -> bool:
     return any(e.primitive.name == "scan" for e in jax_compat.equations_of(code))
 
 
-def _has(atoms: Iterable[Any], v: Any) -> bool:
+def _has(atoms: Iterable[Any], v: PyTree) -> bool:
     return any(atom is v for atom in atoms)
 
 
@@ -82,7 +86,7 @@ def _ends(eqn: JaxprEqn) -> tuple[Any, Any]:
     return eqn.invars[0], eqn.outvars[0]
 
 
-def _with_code(eqn: JaxprEqn, code: Jaxpr, **params: Any) -> JaxprEqn:
+def _with_code(eqn: JaxprEqn, code: Jaxpr, **params: PyTree) -> JaxprEqn:
     """Returns an equation with other code."""
     jaxpr, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     held = code if eqn.params["jaxpr"] is jaxpr else ClosedJaxpr(code, consts)
@@ -103,7 +107,7 @@ def _collective(eqn: JaxprEqn) -> JaxprEqn | None:
     return eqn if is_one and not eqn.params.get("axis_index_groups") else None
 
 
-def _of_layer(eqn: JaxprEqn, taken: Any, made: Any) -> JaxprEqn:
+def _of_layer(eqn: JaxprEqn, taken: PyTree, made: PyTree) -> JaxprEqn:
     """Returns the collective of a stack as that of one layer."""
     if eqn.primitive.name != "shard_map":
         axis = _AXES[eqn.primitive.name]
@@ -120,7 +124,7 @@ def _of_layer(eqn: JaxprEqn, taken: Any, made: Any) -> JaxprEqn:
     return _with_code(eqn.replace(invars=[taken], outvars=[made]), code, **specs)
 
 
-def _sliced(stack: Any) -> Var:
+def _sliced(stack: PyTree) -> Var:
     """Returns a variable for a layer of a stack."""
     aval = stack.aval
     spec = PartitionSpec(*aval.sharding.spec[1:])
@@ -156,7 +160,9 @@ def _moved(eqns: list[JaxprEqn], results: Sequence[Any], eqn: JaxprEqn) -> list[
     return eqns if moved is trial else moved
 
 
-def _exchange(taken: Any, made: Any, split: int, join: int, place: JaxprEqn) -> list[JaxprEqn]:
+def _exchange(
+    taken: PyTree, made: PyTree, split: int, join: int, place: JaxprEqn
+) -> list[JaxprEqn]:
     """Returns the equations of an all-to-all."""
     name, count = place.params["axis_name"], place.params["axis_size"]
     (bound,) = name if isinstance(name, tuple) else (name,)
@@ -181,7 +187,7 @@ def _gather_inside(
     if len(users) == 1 and users[0].primitive.name == _CONVERT and gather.primitive.name in _AXES:
         # Each replica converts its own part before it is gathered.
         (convert,) = users
-        narrow = Var(shard.aval.update(dtype=convert.outvars[0].aval.dtype))
+        narrow = Var(shard.aval.update(dtype=convert.params["new_dtype"]))
         narrows = convert.replace(invars=[shard], outvars=[narrow])
         gathers = gather.replace(invars=[narrow], outvars=convert.outvars)
         trial = [gathers if e is convert else narrows if e is gather else e for e in eqns]
@@ -267,7 +273,7 @@ def _reducing(
     if not is_remat and at < len(jax_compat.split_scan_inputs(maker, maker.invars)[1]):
         return None  # a carry
     if converts is not None:
-        taken, wide = made, Var(made.aval.update(dtype=converts.outvars[0].aval.dtype))
+        taken, wide = made, Var(made.aval.update(dtype=converts.params["new_dtype"]))
         eqns.append(converts.replace(invars=[taken], outvars=[wide]))
         made = wide
     if is_remat:

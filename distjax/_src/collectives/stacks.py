@@ -11,7 +11,7 @@ What else takes the whole stack leaves the gather where it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax import lax
@@ -142,34 +142,81 @@ def _moved(eqns: list[JaxprEqn], results: Sequence[Any], eqn: JaxprEqn) -> list[
     key, (taken, made) = _AXES[collective.primitive.name], _ends(eqn)
     if collective.params[key] > 0:
         return move(eqns, results, eqn)
-    aval, count = (made if is_gather else taken).aval, collective.params["axis_size"]
-    axis = next((i for i, size in enumerate(aval.shape) if i and size % count == 0), None)
-    if axis is None or collective is not eqn:
-        return eqns
     # Each replica holds whole layers: exchange them for a part of every layer.
-    shape = (*aval.shape[:axis], aval.shape[axis] // count, *aval.shape[axis + 1 :])
-    part, params = Var(aval.update(shape=shape)), {**eqn.params, key: axis}
+    aval, count = (made if is_gather else taken).aval, collective.params["axis_size"]
+    spec = eqn.params["in_specs"][0] if eqn is not collective else ()
+    sizes = enumerate(aval.shape)
+    is_free = lambda i: i >= len(spec) or spec[i] is None
+    axis = next((i for i, n in sizes if i and n % count == 0 and is_free(i)), None)
+    if axis is None:
+        return eqns
+
+    def part_of(whole: Var) -> Var:
+        aval: PyTree = whole.aval
+        shape = (*aval.shape[:axis], aval.shape[axis] // count, *aval.shape[axis + 1 :])
+        return Var(aval.update(shape=shape))
+
+    def along(e: JaxprEqn, taken: PyTree, made: PyTree) -> list[JaxprEqn]:
+        return [e.replace(invars=[taken], outvars=[made], params={**e.params, key: axis})]
+
+    def exchange(e: JaxprEqn, taken: PyTree, made: PyTree) -> list[JaxprEqn]:
+        return _exchange(taken, made, (axis, 0) if is_gather else (0, axis), e)
+
+    part = part_of(made if is_gather else taken)
     if is_gather:
-        by_part = eqn.replace(invars=[part], params=params)
-        instead = [*_exchange(taken, part, axis, 0, eqn), by_part]
+        instead = [
+            *_remade(eqn, taken, part, part_of, exchange),
+            *_remade(eqn, part, made, part_of, along),
+        ]
+        by_part = instead[-1]
     else:
-        by_part = eqn.replace(outvars=[part], params=params)
-        instead = [by_part, *_exchange(part, made, 0, axis, eqn)]
+        instead = [
+            *_remade(eqn, taken, part, part_of, along),
+            *_remade(eqn, part, made, part_of, exchange),
+        ]
+        by_part = instead[0]
     trial = [e for old in eqns for e in (instead if old is eqn else [old])]
     moved = move(trial, results, by_part)
     return eqns if moved is trial else moved
 
 
-def _exchange(
-    taken: PyTree, made: PyTree, split: int, join: int, place: JaxprEqn
+def _remade(
+    eqn: JaxprEqn,
+    taken: PyTree,
+    made: PyTree,
+    part_of: Callable[[Var], Var],
+    make: Callable[[JaxprEqn, PyTree, PyTree], list[JaxprEqn]],
 ) -> list[JaxprEqn]:
-    """Returns the equations of an all-to-all."""
+    """Returns other equations in place of a collective, in the map of it if there is one.
+
+    Args:
+      eqn: the collective, or its map.
+      taken: what the equations take.
+      made: what they make; one of the two is a part of the stack.
+      part_of: returns a variable for a part of a stack.
+      make: returns the equations.
+    """
+    if eqn.primitive.name != "shard_map":
+        return make(eqn, taken, made)
+    code, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    inside: list[Any] = [*code.invars, *code.outvars]
+    ends = zip(_ends(eqn), (taken, made), inside, strict=True)
+    whole = max(inside, key=lambda v: v.aval.size)
+    own = [Var(v.aval) if old is new else part_of(whole) for old, new, v in ends]
+    inner = code.replace(invars=own[:1], outvars=own[1:], eqns=make(code.eqns[0], *own))
+    return [_with_code(eqn.replace(invars=[taken], outvars=[made]), inner)]
+
+
+def _exchange(
+    taken: PyTree, made: PyTree, axes: tuple[int, int], place: JaxprEqn
+) -> list[JaxprEqn]:
+    """Returns the equations of an all-to-all that splits one axis, and joins another one."""
     name, count = place.params["axis_name"], place.params["axis_size"]
     (bound,) = name if isinstance(name, tuple) else (name,)
-    exchange = lambda x: [lax.all_to_all(x, bound, split, join, tiled=True)]
+    exchange = lambda x: [lax.all_to_all(x, bound, *axes, tiled=True)]
     code, _ = traces.trace_jaxpr(exchange, [taken.aval], [(bound, count)])
     names: dict[Any, Any] = {code.invars[0]: taken}
-    eqns = [renamed(e, names, place, 0) for e in code.eqns]
+    eqns = [renamed(e, names, place, 0).replace(ctx=place.ctx) for e in code.eqns]
     return [*eqns[:-1], eqns[-1].replace(outvars=[made])]
 
 

@@ -1,16 +1,19 @@
-"""A replica of several devices: an MLP whose columns and rows they share, by hand and as ours.
+"""A replica of several devices: models whose columns and rows they share, by hand and as ours.
 
 By hand it is `jax.jit` with a `NamedSharding` for each array, as Megatron lays out an MLP: each
 device holds some columns of the first matrix and the same rows of the second one, and one
-all-reduce over the model axis adds up the products. Adam's moments lie like their parameters.
+all-reduce over the model axis adds up the products. The devices share the heads of attention in the
+same way. Adam's moments lie like their parameters. For ZeRO by hand some arrays are split over the
+replicas, too, along an axis that is free, and XLA does the rest.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -18,15 +21,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import distjax as dj
+from benchmarks.split_models import MLP, ROWS, RULES, Task, transformer
 from distjax.testing.hlo import CollectiveCount, count_by_axis
 
-WIDTH, HIDDEN, ROWS = 16, 64, 8
-SPECS = {"up": P(None, "model"), "b": P("model"), "down": P("model"), "c": P()}
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 #: Replicas and devices of each, on eight devices.
 SIZES = ((4, 2), (2, 4), (1, 8), (8, 1))
 #: An `nnx.Optimizer` counts its steps, too.
 COUNTER_BYTES = 4
+TEMP_TOLERANCE = 0.05
 PARTITIONS = ("optimizer", "gradients", "parameters")
 
 
@@ -51,7 +54,7 @@ class Training(NamedTuple):
 
     Attributes:
       compiled: Its program.
-      step: Takes the batches, [R * ROWS, WIDTH] each, and returns the loss.
+      step: Takes the batches, [R * ROWS, ...] each, and returns the loss.
       arrays: Returns the arrays of its state.
       mesh: R x M devices.
     """
@@ -73,49 +76,46 @@ class Training(NamedTuple):
         )
 
 
-def initial() -> dict[str, np.ndarray]:
-    """The parameters at the start."""
-    rng = np.random.default_rng(0)
-    shapes = {"up": (WIDTH, HIDDEN), "b": HIDDEN, "down": (HIDDEN, WIDTH), "c": WIDTH}
-    return {k: rng.normal(size=n).astype(np.float32) / 10 for k, n in shapes.items()}
-
-
-def batch(num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets for all replicas."""
-    rng = np.random.default_rng(1)
-    x, y = rng.normal(size=(2, num_replicas * ROWS, WIDTH)).astype(np.float32)
-    return x, y
-
-
-def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean squared error of the MLP."""
-    hidden = jax.nn.gelu(x @ params["up"] + params["b"])
-    return jnp.mean((hidden @ params["down"] + params["c"] - y) ** 2)
-
-
-def on_one_device(steps: int, num_replicas: int, tx: Any = OPTIMIZER) -> list[float]:
+def on_one_device(
+    steps: int, num_replicas: int, tx: Any = OPTIMIZER, task: Task = MLP
+) -> list[float]:
     """The losses of the same steps without a strategy."""
-    params, losses = jax.tree.map(jnp.asarray, initial()), []
+    params, losses = jax.tree.map(jax.numpy.asarray, task.initial()), []
     state = tx.init(params)
     for _ in range(steps):
-        value, grads = jax.value_and_grad(loss)(params, *batch(num_replicas))
+        value, grads = jax.value_and_grad(task.loss)(params, *task.batch(num_replicas))
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(value))
     return losses
 
 
-def by_hand(num_replicas: int, size: int) -> Training:
-    """`jax.jit` and a `NamedSharding` for each array."""
+def by_hand(
+    num_replicas: int, size: int, task: Task = MLP, partition: str | None = None
+) -> Training:
+    """`jax.jit` and a `NamedSharding` for each array.
+
+    Args:
+      num_replicas: R.
+      size: The devices of a replica.
+      task: The model.
+      partition: What ZeRO splits over the replicas, one of `PARTITIONS`; None: nothing.
+    """
     devices = np.array(jax.devices()).reshape(num_replicas, size)
     mesh = Mesh(devices, ("replica", "model"), axis_types=(AxisType.Auto,) * 2)
-    place = lambda tree: {
-        k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in tree.items()
-    }
-    params = place(initial())
+    initial = task.initial()
+    taken = task.specs if size > 1 else dict.fromkeys(task.specs, P())
+    split = {k: _over_replicas(taken[k], v.shape, num_replicas) for k, v in initial.items()}
+    stage = 0 if partition is None else 1 + PARTITIONS.index(partition)
+    of_state, of_grads, of_params = (
+        {k: NamedSharding(mesh, spec) for k, spec in (split if over else task.specs).items()}
+        for over in (stage >= 1, stage >= 2, stage >= 3)
+    )
+    place = lambda tree, shardings: {k: jax.device_put(v, shardings[k]) for k, v in tree.items()}
+    params = place(initial, of_params)
     whole = NamedSharding(mesh, P())
     state = jax.tree.map(
-        lambda x: place(x) if isinstance(x, dict) else jax.device_put(x, whole),
+        lambda x: place(x, of_state) if isinstance(x, dict) else jax.device_put(x, whole),
         OPTIMIZER.init(params),
         is_leaf=lambda x: isinstance(x, dict),
     )
@@ -123,7 +123,9 @@ def by_hand(num_replicas: int, size: int) -> Training:
 
     def update(both: Any, x: jax.Array, y: jax.Array) -> Any:
         params, state = both
-        value, grads = jax.value_and_grad(loss)(params, x, y)
+        value, grads = jax.value_and_grad(task.loss)(params, x, y)
+        if stage >= 2:
+            grads = jax.lax.with_sharding_constraint(grads, of_grads)
         updates, state = OPTIMIZER.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value
 
@@ -135,90 +137,77 @@ def by_hand(num_replicas: int, size: int) -> Training:
         held[0], value = jitted(held[0], rows(x), rows(y))
         return value
 
-    compiled = jitted.lower(held[0], *map(rows, batch(num_replicas))).compile()
+    compiled = jitted.lower(held[0], *map(rows, task.batch(num_replicas))).compile()
     return Training(compiled, step, lambda: jax.tree.leaves(held[0]), mesh)
 
 
-def _own(strategy: dj.Strategy, call: Any, *arrays_of: Any, arguments: Any = ()) -> Training:
-    """The training of a function ``call(*arguments, x, y)`` compiled by `dj.jit`."""
+def _over_replicas(spec: P, shape: Sequence[int], num_replicas: int) -> P:
+    """The spec with the replica axis at the first axis that is free and that R divides."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [i for i, n in enumerate(shape) if entries[i] is None and n % num_replicas == 0]
+    if free:
+        entries[free[0]] = "replica"
+    return P(*entries)
+
+
+def _rows(strategy: dj.Strategy, x: np.ndarray) -> Any:
+    """Each replica's part of a batch."""
     count = strategy.num_replicas_in_sync
-    rows = lambda x: strategy.per_replica(x.reshape(count, ROWS, WIDTH))
-    compiled = call.lower(*arguments, *map(rows, batch(count))).compile()
+    return strategy.per_replica(x.reshape(count, ROWS, *x.shape[1:]))
+
+
+def _own(
+    strategy: dj.Strategy, task: Task, call: Any, arrays: Callable[[], Any], arguments: Any = ()
+) -> Training:
+    """The training of a function ``call(*arguments, x, y)`` compiled by `dj.jit`."""
+    rows = functools.partial(_rows, strategy)
+    batch = task.batch(strategy.num_replicas_in_sync)
+    compiled = call.lower(*arguments, *map(rows, batch)).compile()
     step = lambda x, y: call(*arguments, rows(x), rows(y))
-    return Training(compiled, step, arrays_of[0], strategy.mesh)
+    return Training(compiled, step, arrays, strategy.mesh)
 
 
-def variables(strategy: dj.Strategy, tx: Any = OPTIMIZER, specs: Any = SPECS) -> Training:
+def variables(strategy: dj.Strategy, tx: Any = OPTIMIZER, task: Task = MLP) -> Training:
     """`dj.Variable(sharding=)` and `dj.optim.Optimizer`."""
     with strategy.scope():
-        own = {k: dj.Variable(v, name=k, sharding=specs.get(k)) for k, v in initial().items()}
+        own = {k: dj.Variable(v, name=k, sharding=task.specs[k]) for k, v in task.initial().items()}
         optimizer = dj.optim.Optimizer(tx, "mean")
         optimizer.init(own)
 
     def replica_step(x: jax.Array, y: jax.Array) -> Any:
         params = {k: v.value for k, v in own.items()}
-        value, grads = jax.value_and_grad(loss)(params, x, y)
+        value, grads = jax.value_and_grad(task.loss)(params, x, y)
         optimizer.apply_gradients([(grads[k], own[k]) for k in own])
         return dj.get_replica_context().all_reduce("mean", value)
 
     call = dj.jit(lambda x, y: strategy.run(replica_step, args=(x, y)))
     every = lambda: [v.value for v in jax.tree.leaves((own, optimizer.state))]
-    return _own(strategy, call, every)
-
-
-class Layers(nnx.Module):
-    """The MLP in NNX; the names of its axes are logical."""
-
-    def __init__(self, annotated: bool = True):
-        named = nnx.with_partitioning if annotated else lambda init, _: init
-        given = {k: functools.partial(_given, v) for k, v in initial().items()}
-        rngs, split = nnx.Rngs(0), ("embed", "mlp")
-        self.up = nnx.Linear(
-            WIDTH,
-            HIDDEN,
-            kernel_init=named(given["up"], split),
-            bias_init=named(given["b"], split[1:]),
-            rngs=rngs,
-        )
-        self.down = nnx.Linear(
-            HIDDEN,
-            WIDTH,
-            kernel_init=named(given["down"], split[::-1]),
-            bias_init=named(given["c"], split[:1]),
-            rngs=rngs,
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x)))
-
-
-def _given(value: np.ndarray, key: Any, shape: Any, dtype: Any, **_: Any) -> jax.Array:
-    return jnp.asarray(value, dtype).reshape(shape)
-
-
-RULES = (("mlp", "model"), ("embed", None))
-PATHS = {r"up\.kernel": P(None, "model"), r"up\.bias|down\.kernel": P("model"), "down": P()}
+    return _own(strategy, task, call, every)
 
 
 def modules(
-    strategy: dj.Strategy, tx: Any = OPTIMIZER, by_path: bool = False, optimizer_first: bool = False
+    strategy: dj.Strategy,
+    tx: Any = OPTIMIZER,
+    by_path: bool = False,
+    optimizer_first: bool = False,
+    task: Task = MLP,
 ) -> Training:
     """An NNX module with logical axes, or with rules by path."""
     with strategy.scope():
         if by_path:
-            model = Layers(annotated=False)
+            model = task.module()
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param) if optimizer_first else None
-            dj.flax.place((model, optimizer) if optimizer_first else model, rules=PATHS)
+            dj.flax.place((model, optimizer) if optimizer_first else model, rules=task.paths)
         else:
             with nnx.logical_axis_rules(RULES):
-                model = dj.flax.create(Layers)
+                model = dj.flax.create(functools.partial(task.module, annotated=True))
             optimizer = None
         optimizer = optimizer or nnx.Optimizer(model, tx, wrt=nnx.Param)
         dj.flax.place(optimizer)
 
     def replica_step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
-        error = lambda model: jnp.mean((model(x) - y) ** 2)
-        value, grads = dj.flax.value_and_grad(error)(model)
+        loss = lambda model: task.error(model(x), y)
+        value, grads = dj.flax.value_and_grad(loss)(model)
         dj.flax.apply_gradients(optimizer, model, grads)
         return dj.get_replica_context().all_reduce("mean", value)
 
@@ -228,17 +217,17 @@ def modules(
 
     of = lambda x: [v.get_raw_value() for v in jax.tree.leaves(nnx.state(x), is_leaf=_is_variable)]
     every = lambda: [*of(model), *of(nnx.state(optimizer, nnx.OptState))]
-    return _own(strategy, call, every, arguments=(model, optimizer))
+    return _own(strategy, task, call, every, arguments=(model, optimizer))
 
 
 def _is_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def arguments(strategy: dj.Strategy, tx: Any = OPTIMIZER) -> Training:
+def arguments(strategy: dj.Strategy, tx: Any = OPTIMIZER, task: Task = MLP) -> Training:
     """Plain JAX: trees of placed arrays that go in and come out, as with Equinox and linen."""
-    place = lambda x, k: jax.device_put(x, NamedSharding(strategy.mesh, SPECS[k]))
-    params = {k: place(v, k) for k, v in initial().items()}
+    place = lambda x, k: jax.device_put(x, NamedSharding(strategy.mesh, task.specs[k]))
+    params = {k: place(v, k) for k, v in task.initial().items()}
     whole = NamedSharding(strategy.mesh, P())
     state = jax.tree.map(
         lambda x: (
@@ -252,7 +241,7 @@ def arguments(strategy: dj.Strategy, tx: Any = OPTIMIZER) -> Training:
 
     def replica_step(both: Any, x: jax.Array, y: jax.Array) -> Any:
         params, state = both
-        value, grads = jax.value_and_grad(loss)(params, x, y)
+        value, grads = jax.value_and_grad(task.loss)(params, x, y)
         value, grads = dj.get_replica_context().all_reduce("mean", (value, grads))
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value
@@ -262,43 +251,53 @@ def arguments(strategy: dj.Strategy, tx: Any = OPTIMIZER) -> Training:
         return strategy.run(replica_step, args=(both, x, y))
 
     held = [(params, state)]
-    count = strategy.num_replicas_in_sync
-    rows = lambda x: strategy.per_replica(x.reshape(count, ROWS, WIDTH))
+    rows = functools.partial(_rows, strategy)
 
     def step(x: np.ndarray, y: np.ndarray) -> Any:
         held[0], value = call(held[0], rows(x), rows(y))
         return value
 
-    compiled = call.lower(held[0], *map(rows, batch(count))).compile()
+    batch = task.batch(strategy.num_replicas_in_sync)
+    compiled = call.lower(held[0], *map(rows, batch)).compile()
     return Training(compiled, step, lambda: jax.tree.leaves(held[0]), strategy.mesh)
 
 
-def rows(quick: bool) -> list[dict[str, Any]]:
-    """A row by hand and one for each form, for R x M devices."""
-    found = []
-    for num_replicas, size in SIZES[:1] if quick else SIZES:
-        expected = by_hand(num_replicas, size).cost()
-        name = f"mlp, {num_replicas} x {size}"
-        found.append({"model": name, "state": "hand-written", **_totals(expected)})
-        axes = {"model_axes": {"model": size}}
-        forms: dict[str, Callable[[], Training]] = {
-            "Variable": lambda axes=axes: variables(dj.MirroredStrategy(**axes)),
-            "NNX, logical axes": lambda axes=axes: modules(dj.MirroredStrategy(**axes)),
-            "NNX, by path": lambda axes=axes: modules(dj.MirroredStrategy(**axes), by_path=True),
-            "plain arrays": lambda axes=axes: arguments(dj.MirroredStrategy(**axes)),
-        }
-        for part in PARTITIONS if num_replicas > 1 else ():
-            forms[f"Variable, ZeRO {part}"] = lambda axes=axes, part=part: variables(
-                dj.ShardedStrategy(partition=part, min_split_bytes=0, **axes)
-            )
-        for form, make in forms.items():
-            cost = make().cost()
-            found.append({"model": name, "state": form, **_totals(cost), **_within(cost, expected)})
-    return found
+def rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields rows by hand and one for each form, for R x M devices."""
+    sizes, tasks = (SIZES[:1], [MLP]) if quick else (SIZES, [MLP, transformer()])
+    for task, (num_replicas, size) in itertools.product(tasks, sizes):
+        whole = by_hand(num_replicas, size, task).cost()
+        for part in (None, *PARTITIONS) if num_replicas > 1 else (None,):
+            yield from _rows_of(task, num_replicas, size, part, whole)
+
+
+def _rows_of(
+    task: Task, num_replicas: int, size: int, part: str | None, whole: AxesCost
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one partition; `whole` is what the step costs by hand without ZeRO."""
+    forms = {"Variable": variables, "NNX, by path": functools.partial(modules, by_path=True)}
+    if part is None:
+        forms |= {"plain arrays": arguments}
+        forms |= {"NNX, logical axes": modules} if task is MLP else {}
+    elif part != "parameters":
+        del forms["NNX, by path"]
+    options: dict[str, Any] = {"partition": part, "min_split_bytes": 0} if part else {}
+    make = dj.ShardedStrategy if part else dj.MirroredStrategy
+    zero = f", ZeRO {part}" if part else ""
+    row = {"model": f"{task.name}, {num_replicas} x {size}"}
+    expected = whole if part is None else by_hand(num_replicas, size, task, part).cost()
+    yield {**row, "state": f"hand-written{zero}", **_totals(expected)}
+    for form, train in forms.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", dj.errors.RecompilationWarning)
+            cost = train(make(model_axes={"model": size}, **options), task=task).cost()
+        bars = {"within bars": _is_within(cost, expected, whole)}
+        yield {**row, "state": f"{form}{zero}", **_totals(cost), **bars}
 
 
 def _totals(cost: AxesCost) -> dict[str, Any]:
     of = lambda kind: [c for (k, _), c in cost.collectives.items() if (k == "all-reduce") is kind]
+    by_axis = [(axis, kind, *count) for (kind, axis), count in sorted(cost.collectives.items())]
     return {
         "all-reduce": sum(c.num_ops for c in of(True)),
         "all-reduce bytes": sum(c.result_bytes for c in of(True)),
@@ -307,15 +306,21 @@ def _totals(cost: AxesCost) -> dict[str, Any]:
         "temp bytes": cost.temp_bytes,
         "donated bytes": cost.donated_bytes,
         "state bytes": cost.state_bytes,
-        "by axis": {" over ".join(k): c._asdict() for k, c in sorted(cost.collectives.items())},
+        "by axis": "; ".join(f"{axis} {kind} {n}/{size}" for axis, kind, n, size in by_axis),
     }
 
 
-def _within(cost: AxesCost, expected: AxesCost) -> dict[str, bool]:
-    """Whether nothing is larger than by hand; ZeRO gathers parameters, and holds less state."""
-    is_split = cost.state_bytes < expected.state_bytes
-    same = cost.collectives == expected.collectives
-    model = lambda c: sum(n.result_bytes for (_, axis), n in c.items() if axis == "model")
-    fits = same or (is_split and model(cost.collectives) <= model(expected.collectives))
+def _is_within(cost: AxesCost, expected: AxesCost, whole: AxesCost) -> bool:
+    """Whether bytes over each axis, state and scratch memory are within those by hand.
+
+    Scratch memory may be that of the step without ZeRO and what is gathered.
+    """
+    over = lambda c, axis: sum(n.result_bytes for (_, a), n in c.items() if a == axis)
+    axes = {axis for _, axis in (*cost.collectives, *expected.collectives)}
+    fits = all(over(cost.collectives, a) <= over(expected.collectives, a) for a in axes)
     is_held = cost.state_bytes <= expected.state_bytes + COUNTER_BYTES
-    return {"within bars": fits and is_held and cost.donated_bytes == cost.state_bytes}
+    gathered = sum(n.result_bytes for (kind, _), n in cost.collectives.items() if "gather" in kind)
+    scratch = max(expected.temp_bytes, whole.temp_bytes + gathered) * (1 + TEMP_TOLERANCE)
+    return (
+        fits and is_held and cost.donated_bytes == cost.state_bytes and cost.temp_bytes <= scratch
+    )

@@ -62,7 +62,7 @@ def _by_kind(cost: ProgramCost) -> dict[str, dict[str, int]]:
 def run(quick: bool) -> list[dict[str, Any]]:
     """Three rows for each of three models, then those of `model_axes`; quick leaves some out."""
     makers = [models.mlp, models.cnn, models.transformer][: 2 if quick else 3]
-    return [row for make in makers for row in compare(make())] + model_axes.rows(quick)
+    return [row for make in makers for row in compare(make())] + [*model_axes.rows(quick)]
 
 
 BENCHMARK = Benchmark(
@@ -79,6 +79,7 @@ BENCHMARK = Benchmark(
         "temp bytes",
         "donated bytes",
         "state bytes",
+        "by axis",
         "within bars",
     ),
     run=run,

@@ -367,6 +367,24 @@ def test_constraints_over_model_axes_name_no_device_of_a_check(named, op, right)
 
 
 @both
+@pytest.mark.parametrize("axes", [{}, {"model": 2}], ids=["replicas", "model axes"])
+def test_what_cross_replica_code_places_stays_on_the_device_of_a_check(axes, op, right):
+    strategy = dj.MirroredStrategy(model_axes=axes)
+    step = make_step(op)
+    outer = NamedSharding(strategy.mesh, P())
+
+    @dj.jit
+    def called(given, x, y):
+        given = jax.tree.map(lambda v: jax.lax.with_sharding_constraint(v, outer), given)
+        given, loss = strategy.run(step, args=(given, x, y))
+        own = NamedSharding(strategy.mesh, P())  # the strategy's, in a check too
+        constrained = jax.jit(lambda v: jax.lax.with_sharding_constraint(v, own))
+        return jax.tree.map(constrained, given), jax.device_put(loss, own)
+
+    assert outcome(called, params(), *batch_of(strategy)) == right
+
+
+@both
 @pytest.mark.parametrize("kind", ["one", "mirrored1", "virtual1"])
 def test_one_replica_is_checked_as_two(kind, op, right):
     """So a mistake is found on a laptop."""

@@ -72,7 +72,7 @@ def test_arrays_as_arguments_give_it_too(four_by_two):
 @pytest.mark.parametrize("name", ["adamw", "multi_steps"])
 def test_the_curve_is_that_of_one_device(each, name, compilations):
     training = model_axes.modules(each, OPTIMIZERS[name])
-    losses = [float(training.step(*model_axes.batch(4))) for _ in range(4)]
+    losses = [float(training.step(*model_axes.MLP.batch(4))) for _ in range(4)]
     expected = model_axes.on_one_device(4, 4, OPTIMIZERS[name])
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     assert compilations.count("jit(call)") <= 2  # one ahead of time, one for the calls

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 from benchmarks import model_axes
+from benchmarks.split_models import transformer
 from tests.strategies.eight_bits import eight_bit_adam
 
 AXES = {"model": 2}
@@ -92,6 +93,29 @@ def test_zero_adds_only_collectives_over_the_replicas(part):
     assert cost.donated_bytes == cost.state_bytes
 
 
+@pytest.mark.parametrize("form", ["mirrored", "parameters"])
+def test_a_transformer_moves_and_holds_no_more_than_by_hand(form):
+    """Heads and dense layers split as in the language model example; ZeRO-3 by hand is XLA's."""
+    task = transformer()
+    training = model_axes.variables(MAKE[form](model_axes=AXES), task=task)
+    losses = [float(training.step(*task.batch(4))) for _ in range(3)]
+    np.testing.assert_allclose(losses, model_axes.on_one_device(3, 4, task=task), rtol=1e-6)
+    cost, expected = training.cost(), model_axes.by_hand(4, 2, task).cost()
+    over = lambda cost, axis: sum(n[1] for key, n in cost.collectives.items() if key[1] == axis)
+    assert over(cost, "model") == over(expected, "model")
+    assert cost.donated_bytes == cost.state_bytes
+    on_each = (expected.state_bytes - 4) // 3  # parameters, and two moments
+    if form == "mirrored":
+        assert over(cost, "replica") <= over(expected, "replica")
+        assert cost.state_bytes == expected.state_bytes
+        assert cost.temp_bytes <= expected.temp_bytes
+    else:
+        assert cost.collectives["all-gather", "replica"].result_bytes <= on_each
+        assert cost.collectives["reduce-scatter", "replica"].result_bytes <= on_each // 4
+        assert cost.state_bytes < expected.state_bytes / 3.9
+        assert cost.temp_bytes <= expected.temp_bytes + on_each
+
+
 OPTIMIZERS = {
     "adamw": model_axes.OPTIMIZER,
     "lamb": optax.lamb(1e-2),
@@ -105,7 +129,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_curve_is_that_of_one_device(each, name):
     training = model_axes.variables(each, OPTIMIZERS[name])
-    batch = model_axes.batch(4)
+    batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
     expected = model_axes.on_one_device(4, 4, OPTIMIZERS[name])
     # Sums in another order may round a moment to the next of 255 numbers.
@@ -132,7 +156,7 @@ def test_central_storage_splits_on_the_devices():
     """One copy in host memory; in a step each device of a replica has its part."""
     central = dj.CentralStorageStrategy(model_axes=AXES)
     training = model_axes.variables(central)
-    batch = model_axes.batch(4)
+    batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
     np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
     found = {v.name: v.host_bytes for v in central.describe().variables}
@@ -334,6 +358,7 @@ REFUSED = {
     "an odd size": (P("model"), (7, 8), "axis 0 of size 7 over 2 devices"),
     "a scalar": (P("model"), (), "1 entries for a value with 0 axes"),
     "the replica axis": (P("replica"), (4, 8), "the replica axis 'replica'"),
+    "both axes": (P(None, ("model", "replica")), (4, 8), "the replica axis 'replica'"),
 }
 
 
@@ -350,7 +375,7 @@ def test_specs_that_do_not_fit(each, case):
         made(each, np.ones(shape), sharding=fitting)
     else:
         assert "sharding=P() keeps it whole" in text
-    if case == "the replica axis":
+    if case in ("the replica axis", "both axes"):
         assert "ShardedStrategy(partition='parameters')" in text
 
 

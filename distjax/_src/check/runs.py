@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.check.replay import NO_TAGS, Node, Options, Place, Recording, Tags
@@ -93,6 +93,7 @@ class Arguments:
       is_guess: whether nothing says which arguments are parts of the batch: then all that can be.
       rows: the arguments that are.
       num_replicas: R, of the step that is checked.
+      place_of_run: the device of the run; None: not known.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class Arguments:
         self.num_replicas = 2
         if self._topology is not None:
             self.num_replicas = stand_in_for(self._topology, None).num_replicas
-        self._device = None if self._topology is None else self._topology.devices[0]
+        self.place_of_run: Sharding | None = None
+        if self._topology is not None:
+            self.place_of_run = SingleDeviceSharding(self._topology.devices[0])
         known = [
             n in batch_argnums or is_batch(x.stacked if isinstance(x, PerReplica) else x)
             for n, x in zip(numbers, leaves, strict=True)
@@ -167,8 +170,7 @@ class Arguments:
                     "one process",
                 )
             )
-        device = self._device
-        return transfer(x, None if device is None else SingleDeviceSharding(device))
+        return transfer(x, self.place_of_run)
 
     def given(self, count: int, change: Change | None = None) -> Any:
         """Returns (args, kwargs) for so many replicas."""
@@ -362,6 +364,8 @@ class TracedStep:
             self._emit,
         )
         found = self._found
+        if trial.arguments.place_of_run is not None:
+            found.move_to(trial.arguments.place_of_run)
         own = enumerate(found.constants)
         self._modes_at = [i for i, x in own if x is options.modes and x is not None]
         self._constants = list(map(trial.arguments.on_device, found.constants))

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import AbstractValue
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
 from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
@@ -262,8 +262,8 @@ class _Maps:
                     operands.append(Var(inner.aval))
                     in_specs.append(spec)
                 names[inner] = operands[-1] if self._is_given(v) else made[v]
-            eqns += (_renamed(e, names, eqn, len(scope)) for e in code.eqns)
-            made.update(zip(eqn.outvars, _replaced(code.outvars, names), strict=True))
+            eqns += (renamed(e, names, eqn, len(scope)) for e in code.eqns)
+            made.update(zip(eqn.outvars, replaced(code.outvars, names), strict=True))
         outvars = [v for v in made if v in used]
         results = [made[v] for v in outvars]
         code, _ = jax_compat.open_jaxpr(first.params["jaxpr"])
@@ -285,7 +285,7 @@ def _shared_params(eqn: JaxprEqn) -> dict[str, Any]:
     return {key: value for key, value in eqn.params.items() if key not in _OWN_PARAMS}
 
 
-def _renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn, depth: int) -> JaxprEqn:
+def renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn, depth: int) -> JaxprEqn:
     """Returns an equation of the code of a map, as if it stood where the map does.
 
     Args:
@@ -294,14 +294,14 @@ def _renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn, depth: int)
       holder: the map.
       depth: how many of the names of the map's scope the joined map has.
     """
-    invars, outvars = _replaced(eqn.invars, names), [Var(v.aval) for v in eqn.outvars]
+    invars, outvars = replaced(eqn.invars, names), [Var(v.aval) for v in eqn.outvars]
     names.update(zip(eqn.outvars, outvars, strict=True))
     place = holder.source_info
     place = place.replace(name_stack=place.name_stack[depth:] + eqn.source_info.name_stack)
     return eqn.replace(invars=invars, outvars=outvars, source_info=place)
 
 
-def _replaced(atoms: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
+def replaced(atoms: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
     return [v if isinstance(v, Literal) else names[v] for v in atoms]
 
 
@@ -346,12 +346,12 @@ def widen_reductions(
     def widened(*local: jax.Array) -> Sequence[Any]:
         own = cast(local, jnp.bfloat16)
         jaxpr, consts = traces.trace_jaxpr(lambda *own: fn(*own), own)
-        return jax_compat.eval_jaxpr(_Rewriter(_in_float32).rewrite(jaxpr), consts, own)
+        return jax_compat.eval_jaxpr(Rewriter(_in_float32).rewrite(jaxpr), consts, own)
 
     return widened, cast(args, jnp.float32)
 
 
-class _Rewriter:
+class Rewriter:
     """Rewrites some equations in code and in what it calls.
 
     Args:
@@ -394,6 +394,32 @@ class _Rewriter:
         if all(new is part for new, part in zip(parts, value, strict=True)):
             return value
         return getattr(type(value), "_make", tuple)(parts)  # those of a solver have names
+
+
+def on_device(code: Jaxpr, sharding: Sharding) -> Jaxpr:
+    """Returns code for one device: what it constrains to others, or moves there, stays on it."""
+
+    def moved(place: object) -> Any:
+        if not isinstance(place, Sharding) or _is_on(place, sharding):
+            return place
+        kind = place.memory_kind
+        return sharding if kind is None else sharding.with_memory_kind(kind)
+
+    def rewrite(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+        if eqn.primitive.name == "sharding_constraint":
+            new = {"sharding": moved(eqn.params["sharding"])}
+        elif eqn.primitive.name == "device_put":
+            new = {"devices": tuple(map(moved, eqn.params["devices"]))}
+        else:
+            return None
+        return [eqn.replace(params={**eqn.params, **new})]
+
+    return Rewriter(rewrite).rewrite(code)
+
+
+def _is_on(place: Sharding, sharding: Sharding) -> bool:
+    is_abstract = isinstance(getattr(place, "mesh", None), AbstractMesh)  # which has no devices
+    return not is_abstract and place.device_set == sharding.device_set
 
 
 def _in_float32(eqn: JaxprEqn) -> list[JaxprEqn] | None:
@@ -443,7 +469,7 @@ def _without_collectives(
 
     def alone(*local: jax.Array) -> Sequence[Any]:
         jaxpr, consts = traces.trace_jaxpr(lambda *own: fn(*own), local)
-        return jax_compat.eval_jaxpr(_Rewriter(rewrite).rewrite(jaxpr), consts, local)
+        return jax_compat.eval_jaxpr(Rewriter(rewrite).rewrite(jaxpr), consts, local)
 
     return alone
 
@@ -478,5 +504,5 @@ def _spliced(
         *(struct(v.aval.shape, v.aval.dtype) for v in ins)
     )
     names: dict[Any, Any] = dict(zip(made.jaxpr.invars, ins, strict=True))
-    eqns = [_renamed(e, names, place, 0) for e in made.jaxpr.eqns]
+    eqns = [renamed(e, names, place, 0) for e in made.jaxpr.eqns]
     return [*eqns[:-1], eqns[-1].replace(outvars=list(outs))]

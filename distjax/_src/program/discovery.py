@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat, traces
-from distjax._src.collectives.mapping import join_maps
+from distjax._src.collectives.mapping import join_maps, on_device
+from distjax._src.collectives.stacks import by_layer
 from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
@@ -314,10 +315,9 @@ class Discovered:
         self.created = list(log.values)
         self.facts, self.takes_spread = facts, takes_spread
         code, self.reads = with_variables_as_inputs(jaxpr)
-        self._jaxpr = join_maps(code)
+        self._jaxpr = by_layer(join_maps(code))
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
-        constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
-        self._constraints = {e.outvars[0]: e for e in constraints}
+        self._constraints = _constraints_of(self._jaxpr)
         written = self._jaxpr.outvars[len(per_replica) : len(per_replica) + len(writes)]
         state_vars = [*read, *written]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
@@ -363,6 +363,11 @@ class Discovered:
         varying = (w is not None for w in self._per_replica)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
+    def move_to(self, sharding: Sharding) -> None:
+        """Lets it be evaluated on one device, whichever its code names."""
+        self._jaxpr = on_device(self._jaxpr, sharding)
+        self._constraints = _constraints_of(self._jaxpr)
+
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
@@ -397,6 +402,12 @@ class Discovered:
         if isinstance(atom, jax_compat.Literal) or atom not in self._constraints:
             return None
         return self._constraints[atom].params.get("sharding")
+
+
+def _constraints_of(jaxpr: jax_compat.Jaxpr) -> dict[Any, jax_compat.JaxprEqn]:
+    """Returns the constraints in code by what they return."""
+    found = (e for e in jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
+    return {e.outvars[0]: e for e in found}
 
 
 def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:

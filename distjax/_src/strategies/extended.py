@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from distjax._src import hooks, jax_compat, user_mesh
 from distjax._src.collectives.reductions import CommunicationOptions, as_communication_options
@@ -118,6 +119,11 @@ class StrategyExtended:
         """Devices, mesh and replicas."""
         assert self._topology is not None, "a subclass without a topology overrides this"
         return in_force(self._topology)
+
+    @property
+    def users_mesh(self) -> Mesh | None:
+        """The mesh that the user's code names: that of the strategy, where others stand in too."""
+        return (self._topology or self.topology).users_mesh
 
     @property
     def placement(self) -> VariablePlacement:

@@ -45,7 +45,7 @@ class Strategy:
     @property
     def mesh(self) -> Mesh | None:
         """The device mesh [R, *model sizes]; None where replicas share a device."""
-        return self._extended.topology.users_mesh
+        return self._extended.users_mesh
 
     @property
     def axis_name(self) -> str | None:

@@ -58,13 +58,9 @@ def trace_jaxpr(
 
 
 class _TraceName:
-    """The axis name that identifies one active trace.
+    """The axis name that identifies one active trace, and is shared with no other active one.
 
-    Attributes:
-      name: the name, shared with no other active trace.
-      trace: the trace, once it has begun.
-      is_reusable: whether a later trace may reuse the name.
-      thread: the thread that traces.
+    The trace is None until it has begun. A later one may use the name again if it `is_reusable`.
     """
 
     _free: ClassVar[list[str]] = []
@@ -139,14 +135,7 @@ def renew_inner_traces() -> None:
 def stage_call(
     jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
 ) -> list[Any]:
-    """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ.
-
-    Args:
-      jaxpr: the code.
-      consts: values of its constvars.
-      args: values of its invars.
-      name: what the call is named in the compiled program.
-    """
+    """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ."""
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
     if example is None or not jax_compat.tracing() or not have_types_of(operands, invars):

@@ -36,13 +36,10 @@ def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(abc.ABC):
-    """One leaf of a tree, under its key.
+    """One leaf of a tree, under its key: the path to it, joined by "/".
 
-    Attributes:
-      key: the path to it, joined by "/".
-      value: the leaf's value.
-      setting: the setting, as code, of the object that keeps it, which its value depends on; "" for
-        none.
+    Its value may depend on the `setting`, as code, of the object that keeps it; an empty text for
+    none.
     """
 
     key: str
@@ -83,13 +80,9 @@ class Leaf(abc.ABC):
         return place if place.memory_kind in (None, default) else None
 
     def convert(self, saved: PyTree) -> Any:
-        """Returns what `put` takes: a saved value in the dtype of the leaf. Changes nothing.
+        """Returns what `put` takes: a saved value (None: an empty array) in the dtype of the leaf.
 
-        Args:
-          saved: an array (None: an empty one) or JSON value.
-
-        Raises:
-          OverflowError: it has values that the dtype cannot hold.
+        Changes nothing; raises an OverflowError for values that the dtype cannot hold.
         """
         spec = self.spec
         if spec.is_key:
@@ -110,16 +103,7 @@ class Leaf(abc.ABC):
 
 
 def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
-    """Returns the leaf for `value`.
-
-    Args:
-      key: the path to it.
-      value: a value of any kind.
-      setting: of the object that keeps it: see `Leaf`.
-
-    Raises:
-      CheckpointError: a value of no known kind.
-    """
+    """Returns the leaf for `value`; raises a CheckpointError for one of no known kind."""
     if isinstance(value, Variable):
         return VariableLeaf(key, value, setting)
     kinds = {
@@ -368,12 +352,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: object) -> Any:
-    """Returns `value` as JSON.
-
-    Raises:
-      TypeError: it contains something other than numbers, text, bytes, lists, tuples,
-        dicts and numpy arrays.
-    """
+    """Returns `value` as JSON; raises a TypeError for what has no form there."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, complex):

@@ -54,11 +54,7 @@ def gather_states(joined: Job | None, leaves: Iterable[Leaf]) -> dict[str, Any]:
 
 
 def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
-    """Returns this process's part of a saved state.
-
-    Raises:
-      CheckpointError: it was saved per process, by a different number of processes.
-    """
+    """Returns this process's part of a saved state, if as many processes saved it."""
     if not (isinstance(saved, dict) and _BY_PROCESS in saved):
         return saved
     states, count = saved[_BY_PROCESS], 1 if joined is None else joined.num_processes
@@ -86,12 +82,6 @@ def describe(
     """Returns versions, strategies, step, metrics and each key's contents, as JSON.
 
     Values that are not arrays (numbers, iterator states) are stored in it.
-
-    Args:
-      step: the step's number.
-      leaves: the leaves of the tree.
-      metrics: the metrics by name.
-      joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
     numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
@@ -121,15 +111,7 @@ def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
 
 
 class Saved:
-    """One saved step, whose keys may have other names in the tree.
-
-    Attributes:
-      names: the saved keys by their names in the tree.
-
-    Raises:
-      CheckpointError: not a distjax checkpoint, one of a later format, or a rename that does
-        not fit.
-    """
+    """One saved step, that this version can read; `names` has its keys by names in the tree."""
 
     def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
         self._storage = storage
@@ -148,13 +130,9 @@ class Saved:
         self._storage.agree(occasion, self._step, leaves)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
-        """Returns the tree with saved values for its keys in `names`.
+        """Returns the tree with saved values for its keys in `names`; or changes nothing.
 
         Ctrl-C raises before anything has changed, or once everything is restored.
-
-        Raises:
-          CheckpointError: the keys differ, a value is out of the range of its place or of an
-            object of another setting, one variable has two values, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
@@ -300,11 +278,7 @@ def _require_settings(
 ) -> None:
     """Raises if a value was saved by an object of another setting, and is not 0.
 
-    Args:
-      leaves: the leaves of the tree, by key.
-      values: the converted values, by key.
-      saved: the settings that were saved, by key; earlier versions saved none.
-      where: the checkpoint, for error texts.
+    Earlier versions saved no settings.
     """
     for key, setting in saved.items():
         own = leaves[key].setting
@@ -323,13 +297,7 @@ def _require_settings(
 
 
 def _require_one_value_each(leaves: Mapping[str, Leaf], values: PyTree, where: str) -> None:
-    """Raises if one variable is at several keys, whose saved values differ.
-
-    Args:
-      leaves: the leaves of the tree, by key.
-      values: the converted values of those to restore, by key.
-      where: the checkpoint, for error texts.
-    """
+    """Raises if one variable is at several keys, whose saved values differ."""
     first: dict[Variable, str] = {}
     for key in values:
         leaf = leaves[key]

@@ -532,11 +532,7 @@ _OF_CALLS = _NAMES[:10]
 
 @dataclasses.dataclass(frozen=True)
 class ProgramModes:
-    """JAX modes of a thread, which another thread or process can enter.
-
-    Attributes:
-      values: by the name of the mode.
-    """
+    """JAX modes of a thread, by name, which another thread or process can enter."""
 
     values: tuple[tuple[str, Any], ...]
 

@@ -28,12 +28,7 @@ _WHOLE_BYTES, _SAMPLE = 2**15, 2**12  # how much of an array a checksum covers
 
 
 class HostTree(NamedTuple):
-    """A flattened tree of numpy arrays.
-
-    Attributes:
-      treedef: the user's structure.
-      leaves: one array per leaf.
-    """
+    """A flattened tree of numpy arrays, with the user's structure."""
 
     treedef: Any
     leaves: list[np.ndarray]
@@ -58,13 +53,10 @@ class HostTree(NamedTuple):
         return HostTree(self.treedef, [leaf.take([-1], axis) for leaf in self.leaves])
 
     def filled(self, size: int, example: HostTree | None, axis: int = 0) -> HostTree:
-        """Returns this element padded along an axis with copies of an example.
+        """Returns this element padded along an axis, to `size` rows, with copies of an example.
 
-        Args:
-          size: the number of rows to have; not padded if there are as many.
-          example: one row of each leaf; zeros are used for one of other shapes or dtypes than
-            this element's, and for None.
-          axis: which one runs over the rows.
+        That is one row of each leaf; zeros are used for one of other shapes or dtypes than this
+        element's, and for None.
         """
         missing = size - self.leaves[0].shape[axis]
         if missing <= 0:
@@ -87,17 +79,9 @@ def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
 
 
 def read_element(element: PyTree, name: str) -> HostTree:
-    """Returns an element of the user's dataset as numpy arrays, in the user's memory.
+    """Returns an element of the user's dataset as numpy arrays, in the user's memory; or raises.
 
     To keep it, copy it before reading the next one: a source may refill the buffer.
-
-    Args:
-      element: a tree of arrays.
-      name: its name in error texts, e.g. "batch 3".
-
-    Raises:
-      BatchError: no leaves, a leaf that is not a numeric array, or integers that JAX
-        cannot hold.
     """
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
     if not leaves:
@@ -195,11 +179,7 @@ def _is_array_dtype(dtype: np.dtype) -> bool:
 
 
 def require_leading_size(tree: HostTree, name: str) -> int:
-    """Returns the leading dimension common to all leaves.
-
-    Raises:
-      BatchError: a scalar leaf, or leaves that disagree; names paths and sizes.
-    """
+    """Returns the leading dimension common to all leaves, or raises a BatchError."""
     size = tree.leading_size
     if size is not None:
         return size

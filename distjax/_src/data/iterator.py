@@ -66,13 +66,8 @@ class Together(Protocol):
     def agree(self, block: Block | None, own: object, steps: int | None) -> HostTree | None:
         """Returns elements to take in place of this process's own; None: these.
 
-        Args:
-          block: this process's elements; None: its data has ended.
-          own: what `describe` returned; or with what its data has ended.
-          steps: how many elements the loop has asked for; None: one.
-
-        Raises:
-          StopIteration: other processes have no more data, and all stop there.
+        `own` is what `describe` returned; or with what this process's data has ended, if `block` is
+        None. StopIteration: other processes have no more data, and all stop there.
         """
         ...
 
@@ -341,10 +336,7 @@ class DistributedIterator:
 class Chunk:
     """What one call of the iterator returns: one element, or several as `Steps`.
 
-    Attributes:
-      block: its elements on the host.
-      result: what is returned to the user.
-      report: what the processes that read together compare.
+    `report` is what the processes that read together compare.
     """
 
     block: Block
@@ -395,20 +387,10 @@ def _as_result(tree: HostTree, layout: InputLayout, steps: int | None) -> Any:
 class Prefetcher:
     """Makes up to `depth` items ahead on its own thread, which it starts.
 
-    The thread inherits the context (strategies, 64-bit mode, default device) of the
-    thread that makes the Prefetcher, and holds no reference to its owner: it ends when
-    that is dropped. Only one thread at a time may take items.
-
-    Attributes:
-      items: what was made and not taken; the last may be an error.
-      steps: how many steps an item has; None: it is a single element.
-      is_stopped: whether it no longer makes any.
-
-    Args:
-      make: returns an item.
-      steps: see above.
-      depth: how many items may wait.
-      owner: when it is dropped, the thread ends.
+    The thread inherits the context (strategies, 64-bit mode, default device) of the thread that
+    makes the Prefetcher, and holds no reference to its owner: it ends when that is dropped. Only
+    one thread at a time may take `items`, of which the last may be an error. An item has `steps`
+    steps; None: it is a single element.
     """
 
     def __init__(self, make: _Make, steps: int | None, depth: int, owner: object):

@@ -36,12 +36,8 @@ class Splitter(abc.ABC):
     def pull(self, source: Numbered, position: Position) -> tuple[HostTree, Position]:
         """Returns the next element, leaves [R, B, ...], and the position after it.
 
-        The source's elements are numbered. The arrays may be the source's memory: copy them
-        before the next pull.
-
-        Raises:
-          StopIteration: the source has ended.
-          BatchError: the element cannot be split.
+        The source's elements are numbered. The arrays may be the source's memory: copy them before
+        the next pull.
         """
 
     @abc.abstractmethod
@@ -50,21 +46,12 @@ class Splitter(abc.ABC):
 
     @abc.abstractmethod
     def count(self, dataset: Sequence[PyTree]) -> int:
-        """Returns the number of elements for a dataset with a length.
-
-        Raises:
-          TypeError: the number cannot be told without iterating the dataset.
-        """
+        """Returns the number of elements for a dataset with a length, if that tells it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatches(Splitter):
-    """Reshapes each batch of the source to [R, B, ...].
-
-    Attributes:
-      num_replicas: R.
-      partial: "error", "drop" or "pad" (see `InputOptions`).
-    """
+    """Reshapes each batch of the source to [R, B, ...]."""
 
     num_replicas: int
     partial: Partial
@@ -156,10 +143,7 @@ class GlobalBatches(Splitter):
 class ReplicaElements(Splitter):
     """Stacks R elements of the source to [R, ...]; nothing is split or rebatched.
 
-    Attributes:
-      num_replicas: R.
-      partial: what to do with a step that has missing or smaller elements.
-      copies: whether an element is copied before the next one is read.
+    With `copies`, an element is copied before the next one is read.
     """
 
     num_replicas: int

@@ -162,15 +162,10 @@ def lower_step(
     notes: Notes,
     method: str,
 ) -> LoweredProgram:
-    """Traces a step again and returns it lowered; `notes` records what is proved.
+    """Traces a step again and returns it lowered; `notes` hears what the traces prove.
 
-    Args:
-      fn: as for `explain`.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      strategy: the strategy whose replicas run ``fn``; None: it is cross-replica code.
-      notes: hears what the traces prove.
-      method: the public function that the user called, for errors.
+    Without a strategy, whose replicas run it, ``fn`` is cross-replica code. `method` is the public
+    function that the user called, for errors.
     """
     require_outside_traces(method)
     require_callable(fn, method)
@@ -328,10 +323,8 @@ _PARTS = ("argument", "output", "temp", "alias")
 class Notes:
     """What `dj.explain` and `dj.check` hear of a trace.
 
-    Duplicates are recorded once, since JAX traces some bodies more than once.
-
-    Args:
-      collects_findings: whether findings are only recorded instead of raised or warned about.
+    Duplicates are recorded once, since JAX traces some bodies more than once. If it
+    `collects_findings`, they are only recorded instead of raised or warned about.
     """
 
     def __init__(self, collects_findings: bool = False) -> None:

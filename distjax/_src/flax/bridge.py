@@ -69,12 +69,7 @@ from distjax.errors import UnsupportedError, message
 
 
 class SavedState:
-    """A snapshot of the current state of objects.
-
-    Args:
-      nodes: modules; their attributes are saved, and the strategy that they were placed for.
-      variables: their variables; their values, metadata and trace marks are saved.
-    """
+    """A snapshot: modules' attributes and strategies; variables' values, metadata, trace marks."""
 
     def __init__(self, nodes: Sequence[Any], variables: Sequence[nnx.Variable[Any]]):
         self._attributes = [(vars(node), dict(vars(node))) for node in nodes]
@@ -103,14 +98,7 @@ def set_in_trace(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str,
 
 
 class SplitNNX:
-    """The NNX objects of a call; implements `distjax._src.objects.stateful.SplitObjects`.
-
-    Args:
-      objects: the objects.
-      plan: their static part.
-      graph: their graph, with their variables and bare arrays in the order of the plan.
-      leaves: their arrays and PerReplicas, as stored.
-    """
+    """The NNX objects of a call; implements `distjax._src.objects.stateful.SplitObjects`."""
 
     def __init__(self, objects: Sequence[Any], plan: Plan, graph: FlatGraph, leaves: list[Any]):
         self.plan, self.leaves, self.owners = plan, leaves, plan.owners

@@ -323,15 +323,9 @@ def _reduce_gradients(
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them.
 
-    Those that are equal on all replicas already, and not to be split, need no communication.
-
-    Args:
-      extended: the strategy.
-      op: SUM or MEAN.
-      grads: whole gradients, or the replicas' shards of a sum that is already reduced.
-      params: the parameters, in the global view.
-      own_forms: per parameter, the form that it was gathered from; None: it is whole.
-      specs: per parameter, what it splits within a replica.
+    Those that are equal on all replicas already, and not to be split, need no communication. They
+    are whole, or the replicas' shards of a sum that is already reduced. `own_forms` has the form
+    that each parameter was gathered from, `specs` what it splits within a replica.
     """
     topology = extended.topology
     values = list(map(from_user_value, grads))

@@ -169,16 +169,13 @@ SUM = "sum"
 
 
 def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the count, mean and m2 of all samples, given those of R groups.
+    """Returns the count, mean and m2 of all samples, given those of R groups, each [R].
 
-    With n = sum n_r: mean = sum(n_r mean_r) / n and
-    m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2); all zero where n is zero.
+    With n = sum n_r: mean = sum(n_r mean_r) / n and m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2);
+    all zero where n is zero.
 
-    Args:
-      parts: "count", "mean" and "m2", each [R].
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-      computing sample variances", 1979.
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+      sample variances", 1979.
     """
     count, mean, m2 = parts["count"], parts["mean"], parts["m2"]
     total = jnp.sum(count)

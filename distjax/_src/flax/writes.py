@@ -60,11 +60,8 @@ class Outcome:
 class _Leaf(NamedTuple):
     """One array of a variable that was written.
 
-    Attributes:
-      where: the number of the variable, and of the array in it.
-      value: in the global view; a PerReplica where replicas may differ.
-      entry: the static part of the variable.
-      layout: where it lives; None: anywhere.
+    `where` has the number of the variable, and of the array in it; the value is in the global view,
+    a PerReplica where replicas may differ. Without a layout it lives anywhere.
     """
 
     where: tuple[int, int]
@@ -78,19 +75,11 @@ def combine_writes(
 ) -> dict[int, list[Any]]:
     """Returns the leaves of variables at the end of a step in stored form, by number.
 
-    A key that each replica set differently is left out: it stays as it was.
+    A key that each replica set differently is left out: it stays as it was. Without a strategy,
+    whose replicas wrote, global-view code did.
 
-    Args:
-      plan: the static part of the objects at the start.
-      outcome: their static part at the end.
-      finals: variable -> its leaves in the global view.
-      strategy: the strategy whose replicas wrote; None if global-view code did.
-
-    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics
-      whose parts a function combines.
-
-    Raises:
-      LocalityError: replicas wrote different values where the rule requires equal ones.
+    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics whose
+      parts a function combines.
     """
     if strategy is None and plan.live_strategy is None:
         return dict(finals)

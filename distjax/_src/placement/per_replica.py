@@ -305,14 +305,9 @@ def is_per_replica(value: object) -> bool:
 
 
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
-    """Raises a LocalityError if `value` belongs to other replicas.
+    """Raises a LocalityError if `value`, named `where` by the user, belongs to other replicas.
 
     A value that has no devices yet is placed, in place, if its number of replicas matches.
-
-    Args:
-      value: the PerReplica passed in.
-      topology: the required replicas.
-      where: the user's name for the argument, e.g. "argument args[0]['x'] of f".
     """
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))

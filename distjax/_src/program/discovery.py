@@ -96,15 +96,10 @@ _BUILT_IN = (tuple, list, dict, type(None))
 class OutputSpec:
     """The results of one signature, apart from their arrays.
 
-    Args:
-      partitioned: the user's tree of results.
-      per_replica: for each array, the aux data of its PerReplica, or None.
-      recreated: the names of existing variables that constructors returned again.
-
     Attributes:
       unpack: ``unpack(arrays)`` returns the user's results.
       is_built: whether the program returns the user's results instead of their arrays.
-      recreated: as given.
+      recreated: the names of existing variables that constructors returned again.
       completion: the index of the array that is ready when the program has completed; None: its
         token is.
     """
@@ -203,11 +198,8 @@ def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) ->
 class InitialValues:
     """The initial values of created variables, as a part of the traced step.
 
-    Args:
-      jaxpr: the traced step; its last inputs are the global values of `reads`.
-      consts: the constants of `jaxpr`.
-      reads: the variables that the step reads.
-      outvars: for each created variable, the output that is its initial value.
+    The last inputs of `jaxpr` are the global values of `reads`; `outvars` has the output that is
+    the initial value of each created variable.
     """
 
     def __init__(
@@ -282,14 +274,9 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
-      name: the program's name in texts of JAX and XLA.
-      reads: variables whose initial value is needed.
-      writes: variables that are written.
-      created: variables that were created, not yet initialized.
-      facts: what is known about each array result.
+      facts: what layers know about each array result.
       roots: the function and the Python objects among its arguments, until they are recorded.
       takes_spread: whether an argument is an array on several devices, where it is not traced.
-      initial_values: those of the created variables.
     """
 
     def __init__(
@@ -413,14 +400,7 @@ def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:
 def discover(
     step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], log: CreationLog
 ) -> Discovered:
-    """Traces a step and returns it with its variables found.
-
-    Args:
-      step: the step.
-      args: positional arguments, or their stand-ins in a trace.
-      kwargs: keyword arguments.
-      log: records the variables that the step creates.
-    """
+    """Traces a step and returns it with its variables found; `log` records the created ones."""
     given, treedef = jax.tree.flatten((args, kwargs))
     around = Surroundings(step.function, is_stateful, (args, kwargs), step.argument_names)
     found: dict[str, Any] = {"takes_spread": any(map(_is_spread, given))}

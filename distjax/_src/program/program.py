@@ -95,13 +95,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Program:
-    """A step as one compiled program.
-
-    Args:
-      step: the step to compile.
-      on_second_call: called once, at the second call.
-      require: called with the arguments of each new signature.
-    """
+    """A step as one compiled program; `require` gets the arguments of each new signature."""
 
     def __init__(
         self,
@@ -182,12 +176,8 @@ class Program:
     ) -> Any:
         """Runs the program when a call is more than the launch of a build.
 
-        The first two calls are: the second is compared with the first's results.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          refused: the error of an attempt to launch the build, if any.
+        The first two calls are: the second is compared with the first's results. `refused` is the
+        error of an attempt to launch the build, if any.
         """
         require_no_nan(refused, self._step, self._build, args)  # first: it donated the arguments
         names = self._step.name, self._step.argument_names
@@ -237,12 +227,6 @@ class Program:
 
         It is tried again only if the arguments are new, or can be changed to what `jit` accepts:
         what has run is never run again.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          finish: writes results back; what it returns builds the user's results.
-          refused: the error of an attempt to launch the build, if any.
         """
         self._num_calls += 1
         if self._num_calls == 2:
@@ -413,16 +397,9 @@ class Program:
     ) -> tuple[Discovered, tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
         """Traces the step apart from all builds, to be looked at and evaluated.
 
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          within: makes the context of the trace.
-          place: returns the arguments, objects among them taken apart, as they are traced.
-          emit: ``emit(emit of the step, fn, state, args, kwargs)`` emits the step.
-
-        Returns:
-          The trace, its arguments, and for a step with objects: path -> the user's name and the
-          former value of each of their arrays that is written.
+        ``emit(emit of the step, fn, state, args, kwargs)`` emits it, of arguments that `place`
+        returns. The last of what comes back is, for a step with objects: path -> the user's name
+        and the former value of each of their arrays that is written.
         """
         traced = dataclasses.replace(self._step, emit=functools.partial(emit, self._step.emit))
 
@@ -539,11 +516,7 @@ def _nan_text(step: Step, build: Build | None, are_gone: bool) -> str:
 
 
 def _require_guarded(name: str, recreated: tuple[str, ...]) -> None:
-    """Raises if variables are `recreated` by every trace of the step of that name.
-
-    Raises:
-      ContextError: naming them.
-    """
+    """Raises a ContextError if every trace of the step of that name recreates variables."""
     if not recreated:
         return
     raise ContextError(

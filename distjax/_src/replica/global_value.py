@@ -71,11 +71,7 @@ def from_variable(variable: Variable, value: jax.Array) -> GlobalValue:
 
 
 def to_variable(variable: Variable, value: GlobalValue, topology: Topology) -> Any:
-    """Inverts `from_variable`: returns the variable's global value.
-
-    Raises:
-      LocalityError: the variable is mirrored and the value may differ.
-    """
+    """Inverts `from_variable`: returns the global value; raises if a mirrored one may differ."""
     form = variable.layout.local_form
     if form.varying:
         return form.from_replicas(stack_replicas(value, topology))

@@ -54,11 +54,7 @@ from distjax.errors import MergeError, message
 
 
 class Merge(Protocol):
-    """The content of a merge equation.
-
-    Attributes:
-      out_avals: shapes and dtypes of the results, in the replica view.
-    """
+    """The content of a merge equation; `out_avals` are those of its results in the replica view."""
 
     out_avals: Sequence[ShapedArray]
 
@@ -277,15 +273,10 @@ jax_compat.primitive_batchers[merge_p] = _merge_batch
 class UserMerge:
     """A merge function with its arguments and the variables that it uses.
 
-    Operands: the array arguments, then a value for each variable in `read`.
-    Results: the array results, then a value for each variable in `written`.
-
-    Attributes:
-      read, written, created: variables, in the order in which the function meets them.
-      result: the pytree of results.
-      out_avals: shapes and dtypes of the results, in the replica view.
-      jaxpr: array arguments -> array results and written variables, of arguments that are equal on
-        all replicas; None if the function takes only arguments that differ.
+    Operands: the array arguments, then a value for each variable in `read`. Results: the array
+    results, then a value for each variable in `written`. Variables are in the order in which the
+    function meets them. `jaxpr` is that of arguments that are equal on all replicas; None if the
+    function takes only arguments that differ.
     """
 
     read: list[Variable]
@@ -317,11 +308,7 @@ class UserMerge:
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
     def trace_for_shapes(self, *, varying: bool) -> None:
-        """Traces the function abstractly, for its shapes and variables.
-
-        Args:
-          varying: whether each array is passed per replica, or as one value.
-        """
+        """Traces the function for its shapes and variables, with arrays per replica or of all."""
         topology, found = self.topology, dict[str, Any]()
         axes = (topology.num_replicas,) if varying else ()
         given = map(jax_compat.aval_of, self.args.leaves)
@@ -421,13 +408,10 @@ class UserMerge:
 
 
 class WeakMerge:
-    """A user's merge as an equation parameter.
+    """A user's merge as an equation parameter; its first `num_results` outputs are results.
 
-    The reference is weak because JAX's cache of abstract evaluations keeps parameters alive,
-    and a merge keeps its arguments alive, such as all variables of a model.
-
-    Attributes:
-      num_results: how many outputs are results; they come first.
+    The reference is weak because JAX's cache of abstract evaluations keeps parameters alive, and a
+    merge keeps its arguments alive, such as all variables of a model.
     """
 
     def __init__(self, merge: UserMerge):
@@ -492,13 +476,8 @@ def call_as_reduction(
 ) -> list[Any]:
     """Returns ``reduce(arrays, *static)``; one equation where a merge is traced for its shapes.
 
-    So what reads such a trace sees what is reduced.
-
-    Args:
-      name: "SUM", "MEAN", "GATHER", or another operation.
-      reduce: the reduction.
-      arrays: its operands.
-      *static: what else it takes.
+    So what reads such a trace sees what is reduced, and how: "SUM", "MEAN", "GATHER" or another
+    name.
     """
     if not isinstance(frames.current().state, ShapeState):
         return reduce(arrays, *static)
@@ -527,9 +506,6 @@ class ClosureValues:
     A merge function is called where it is bound, and again where the program is emitted. In between
     the replica function goes on, and may rebind names that the merge function closes over, such as
     the `v` in ``for v in variables``. The second call must see what the first one saw.
-
-    Args:
-      fn: a function, bound method, or `functools.partial` of one.
     """
 
     def __init__(self, fn: Callable[..., Any]):

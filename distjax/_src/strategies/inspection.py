@@ -167,14 +167,7 @@ def describe(
     only: str = "",
     full: bool = False,
 ) -> StrategyDescription:
-    """Returns the description of a strategy: see `Strategy.describe`.
-
-    Args:
-      extended: that of the strategy.
-      variables: the descriptions of its variables; None: made from `extended.variables`.
-      only: what the name of a variable contains that is described.
-      full: whether each variable has a line of its own.
-    """
+    """Returns the description of a strategy: see `Strategy.describe`."""
     topology = extended.topology
     if variables is None:
         living = sorted(extended.variables, key=lambda v: v.serial_number)

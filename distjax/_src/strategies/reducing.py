@@ -459,18 +459,7 @@ def _is_placeable(leaf: PyTree) -> bool:
 def resolve(
     extended: ExtendedForVariables, destinations: Destinations, method: str
 ) -> Sharding | None:
-    """Returns the sharding that `destinations` stands for; None: any will do.
-
-    Args:
-      extended: that of the strategy.
-      destinations: a variable, an array or PerReplica (its devices), a
-        jax.Device or its name, a sequence of them, or None (all workers).
-      method: the call's public name, for errors.
-
-    Raises:
-      ValueError: anything else, an empty sequence or string, or a device that is named twice.
-      LocalityError: an unpickled PerReplica of another number of replicas.
-    """
+    """Returns the sharding that `destinations` stands for; None: any will do."""
     topology = extended.topology
     if destinations is None:
         return topology.mirrored

@@ -283,12 +283,8 @@ def cross_replica_step(
 ) -> Step:
     """Returns cross-replica code of distjax around a function of the user, as a program's step.
 
-    Args:
-      extended: that of the strategy in whose context it runs.
-      name: its name.
-      resolve: returns the user's function, which a program need not keep alive.
-      emit: runs the code: ``emit(fn, state, args, kwargs)``.
-      argument_names: the names of its positional arguments.
+    ``emit(fn, state, args, kwargs)`` runs it. A program need not keep alive what ``resolve()``
+    returns, the function.
     """
     place, strategy = extended.place_arguments, extended.strategy
     return Step(resolve, emit, place, name, argument_names, strategy, takes_objects=False)

@@ -128,11 +128,7 @@ def _bind(state: TraceState, variable: Variable, value: jax.Array) -> None:
 
 
 def copy_variable(variable: Variable) -> Variable:
-    """Returns a new variable like `variable`, with a copy of its stored array.
-
-    Raises:
-      ContextError: in a replica function, or in a trace.
-    """
+    """Returns a new variable like `variable`, with a copy of its stored array; not in traces."""
     frame = frames.current()
     require(
         not (frame.is_replica or frame.state is not None or jax_compat.tracing()),
@@ -237,11 +233,7 @@ def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
 def initializer_of(
     initial_value: PyTree, dtype: DTypeLike | None, name: str
 ) -> Callable[[], Array]:
-    """Returns a function that makes the array of an initial value, and raises if that is none.
-
-    Raises:
-      LocalityError: a PerReplica.
-    """
+    """Returns a function that makes the array of an initial value, and raises if that is none."""
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
             message(

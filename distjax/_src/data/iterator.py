@@ -81,19 +81,13 @@ def _together_of(layout: InputLayout, partial: Partial) -> Together | None:
 class DistributedIterator:
     """Iterates over the elements of a `DistributedDataset`, once.
 
-    `next(iterator)` and `iterator.get_next()` return one element, `take` several
-    steps at once; they can be mixed. The background thread starts with the first
-    call and stops at the end of the data, on `close`, or when the iterator is
-    dropped. Several threads may share one iterator: each element goes to one of them.
+    `next(iterator)` and `iterator.get_next()` return one element, `take` several steps at once;
+    they can be mixed. The background thread starts with the first call and stops at the end of the
+    data, on `close`, or when the iterator is dropped. Several threads may share one iterator: each
+    element goes to one of them.
 
-    Args:
-      reader: the elements on the host.
-      layout: how they lie on the devices.
-      options: how many elements to move ahead (0: no thread), and what to do if some
-        processes of a job run out of data first.
-
-    Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an
-      iterator with locality T (TF 1.12, 1.13).
+    Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an iterator with
+      locality T (TF 1.12, 1.13).
     """
 
     def __init__(self, reader: Reader, layout: InputLayout, options: InputOptions):

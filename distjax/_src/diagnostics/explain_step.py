@@ -36,6 +36,7 @@ from distjax._src.lint.between_runs import is_own, recall
 from distjax._src.objects.stateful import written_names
 from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
+from distjax._src.pmap import MappedFunction
 from distjax._src.program.jit import (
     CompiledFunction,
     CompiledProgram,
@@ -57,7 +58,6 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.trace import TracedRun
-from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import keep_user_lines

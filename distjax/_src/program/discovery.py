@@ -45,13 +45,9 @@ class Step:
       resolve: returns the function, which a program need not keep alive.
       emit: ``emit(fn, state, args, kwargs)`` runs it in the trace of `state`; returns global-view
         results.
-      place: ``place((args, kwargs))`` returns these with arrays on other devices moved to the
-        program's devices.
-      name: the name of the function.
-      argument_names: the names of its positional arguments.
-      strategy: the strategy in whose cross-replica context it runs, and for which objects are
-        placed; None: the one that these are placed for.
-      donate_argnums: the positional arguments whose buffers are donated.
+      place: returns (args, kwargs) with arrays on other devices moved to the program's devices.
+      strategy: in whose cross-replica context it runs, and for which objects are placed; None: the
+        one that these are placed for.
       keeps_context: whether it runs in the context of its call instead.
       ignores_user_mesh: whether it runs without the mesh that the user has set (`jax.set_mesh`).
       takes_objects: whether stateful objects may be among its arguments, or captured by it.

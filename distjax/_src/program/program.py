@@ -477,12 +477,6 @@ def require_no_nan(
     """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
 
     JAX then calls the function again, operation by operation, with arrays that are gone.
-
-    Args:
-      error: the error of an attempt to start the program, if any.
-      step: what the program compiles.
-      build: the program.
-      args: the positional arguments.
     """
     cause = None if error is None else error.__context__
     if not isinstance(error, NotTraced) or "FloatingPoint" not in type(cause).__name__:

@@ -46,10 +46,8 @@ from distjax.errors import (
 class Meeting(NamedTuple):
     """One replica's contribution to a meeting.
 
-    Attributes:
-      what: a description of the call; must be the same on all replicas.
-      value: this replica's value.
-      hold: returns the answers, one per replica, from the values of all.
+    `what` describes the call, and must be the same on all replicas; ``hold(values of all)`` returns
+    the answers, one per replica.
     """
 
     what: str
@@ -62,13 +60,7 @@ class _Aborted(BaseException):
 
 
 class ReplicaThread(threading.Thread):
-    """One replica: runs ``body`` on demand, up to its next meeting.
-
-    Attributes:
-      meeting: the meeting it waits for; None when it is done.
-      result: the result of ``body``.
-      error: the exception raised by ``body``.
-    """
+    """One replica: runs ``body`` on demand, up to its next meeting; None when it is done."""
 
     def __init__(self, number: int, body: Callable[[ReplicaThread], Any]):
         super().__init__(name=f"replica {number}", daemon=True)
@@ -410,14 +402,7 @@ def combine(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
 
 
 def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: PyTree) -> jax.Array:
-    """Returns the masked sum or mean over replicas and over `axis`.
-
-    Args:
-      op: SUM, or MEAN over all kept elements.
-      values: a value [B, ...] per replica.
-      axis: None, an int or a tuple of ints.
-      mask: a bool array [B] per replica, or None.
-    """
+    """Returns the masked sum or mean over replicas and over `axis`."""
     axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
     add: Callable[[Any], Any] = lambda x: x if axes is None else jnp.sum(x, axes, dtype=x.dtype)
     arrays = [summable(op, v) for v in values]

@@ -53,11 +53,7 @@ _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComponentFrame(Frame):
-    """The frame of an update function, which runs once for each component.
-
-    Attributes:
-      component: the number of the component being updated.
-    """
+    """The frame of an update function, which runs once for each component, of this number."""
 
     component: int = 0
 

@@ -211,69 +211,56 @@ def _refuse(entry: Entry, plan: Plan, is_new: bool) -> NoReturn:
     if entry.rule == rules.METRIC:
         metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
         refuse(entry.path, metric)
-    if entry.kind == BARE:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs to be a variable, whose type has a rule",
-                got="an array as an attribute, that each replica set differently",
-                why="their mean, or a value for each replica may be meant",
-                fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
-            )
+    raise LocalityError(_refusal_text(entry, is_new))
+
+
+def _refusal_text(entry: Entry, is_new: bool) -> str:
+    kind = entry.kind
+    if kind == BARE:
+        return message(
+            f"{entry.path} needs to be a variable, whose type has a rule",
+            got="an array as an attribute, that each replica set differently",
+            why="their mean, or a value for each replica may be meant",
+            fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
         )
     if entry.rule == rules.NONE:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs a rule that makes one value of what the replicas wrote",
-                got=f"values that differ per replica, and no rule for {entry.kind}",
-                why="their mean, or a value for each replica may be meant",
-                fix=f'dj.flax.set_rule({entry.kind}, "mean"), or "per_replica"',
-            )
+        return message(
+            f"{entry.path} needs a rule that makes one value of what the replicas wrote",
+            got=f"values that differ per replica, and no rule for {kind}",
+            why="their mean, or a value for each replica may be meant",
+            fix=f'dj.flax.set_rule({kind}, "mean"), or "per_replica"',
         )
     if entry.rule == rules.MEAN:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs floating-point numbers, of which there is a mean",
-                got=f"a {entry.kind} of integers or bools that each replica wrote differently",
-                why="its rule is the mean of what the replicas wrote, and integers have none",
-                fix="write what is equal on every replica: dj.get_replica_context().all_reduce("
-                f"'sum', count); or give it a float dtype, or dj.flax.set_rule({entry.kind}, "
-                '"per_replica")',
-            )
+        return message(
+            f"{entry.path} needs floating-point numbers, of which there is a mean",
+            got=f"a {kind} of integers or bools that each replica wrote differently",
+            why="its rule is the mean of what the replicas wrote, and integers have none",
+            fix="write what is equal on every replica: dj.get_replica_context().all_reduce('sum', "
+            f'count); or give it a float dtype, or dj.flax.set_rule({kind}, "per_replica")',
         )
-    if entry.kind == nnx.RngCount.__name__:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs to count equally many draws on every replica",
-                got="a random stream that some replicas drew from more often than others",
-                why="a stream has one count between steps; this one is drawn from in a branch or "
-                "a loop whose predicate differs per replica",
-                fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
-            )
+    if kind == nnx.RngCount.__name__:
+        return message(
+            f"{entry.path} needs to count equally many draws on every replica",
+            got="a random stream that some replicas drew from more often than others",
+            why="a stream has one count between steps; this one is drawn from in a branch or "
+            "a loop whose predicate differs per replica",
+            fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
         )
-    _refuse_unequal(entry, is_new)
-
-
-def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
-    """Raises for a variable whose rule is that all replicas write the same value."""
     expected = f"{entry.path} needs a value that is equal on every replica"
     if is_new:
-        raise LocalityError(
-            message(
-                expected,
-                got=f"a new {entry.kind}, which each replica gave another value",
-                why="each replica draws its own random numbers, and sees its own part of the batch",
-                fix="make it before the step; or draw it from a stream named params, "
-                "nnx.Rngs(params=0), which is the same on all replicas",
-            )
-        )
-    raise LocalityError(
-        message(
+        return message(
             expected,
-            got=f"a {entry.kind} that each replica wrote differently",
-            why="a missing all_reduce makes every replica train a model of its own",
-            fix=f"{_REDUCED_FIX}; or, where it is meant, in place of dj.expect: "
-            f'dj.flax.set_rule({entry.kind}, "per_replica")',
+            got=f"a new {kind}, which each replica gave another value",
+            why="each replica draws its own random numbers, and sees its own part of the batch",
+            fix="make it before the step; or draw it from a stream named params, "
+            "nnx.Rngs(params=0), which is the same on all replicas",
         )
+    return message(
+        expected,
+        got=f"a {kind} that each replica wrote differently",
+        why="a missing all_reduce makes every replica train a model of its own",
+        fix=f"{_REDUCED_FIX}; or, where it is meant, in place of dj.expect: "
+        f'dj.flax.set_rule({kind}, "per_replica")',
     )
 
 

@@ -33,58 +33,8 @@ from distjax._src.variables.state import CreationLog, require_no_trace
 from distjax._src.variables.storage import copy_handles, require_undeleted
 from distjax.errors import ContextError, message
 
-# -- former builds ------------------------------------------------------------
-# Builds for objects that the user has since put others in the place of: they may come back.
-
-
 #: How many builds are kept whose variables are all in use by a later one.
 _MAX_KEPT = 8
-
-
-class FormerBuilds:
-    """The builds of one program that were replaced since the function reached other objects.
-
-    A former build lives as long as a variable that only it threads, which keeps it: a program may
-    live for ever, and must not keep the model of each fold.
-    """
-
-    def __init__(self) -> None:
-        self._builds: list[weakref.ref[Build]] = []
-        self._kept: collections.deque[Build] = collections.deque(maxlen=_MAX_KEPT)
-        self._latest: Build | None = None  # until it is replaced, for good
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether a build has been put away, and there is no other yet."""
-        return self._latest is not None
-
-    def exchange(self, build: Build | None) -> Build | None:
-        """Puts a build away; returns the one for what is there now, if there is one."""
-        if build is not None:
-            self._latest = build
-        self._builds = [ref for ref in self._builds if ref() is not None]
-        builds = [self._latest, *(ref() for ref in self._builds)]
-        found = next((b for b in builds if b is not None and b.reached.is_the_same()), None)
-        if found is not None:
-            self.replace_by(found)
-        return found
-
-    def replace_by(self, build: Build) -> None:
-        """Records what was made or found in place of the build that was put away."""
-        former, self._latest = self._latest, None
-        if former is None or former is build:
-            return
-        if all(ref() is not former for ref in self._builds):
-            self._builds.append(weakref.ref(former))
-        own = [v for v in former.variables if v not in {*build.variables}]
-        if not own:
-            self._kept.append(former)
-            return
-        # By the list of builds, so that it ends with the program, too.
-        kept = vars(own[0]).setdefault("_builds", weakref.WeakKeyDictionary())
-        kept.setdefault(self, []).append(former)
-
-
 #: To launch it as it is, compiled, off explicit meshes, and with arguments on its devices.
 _MOST_ATTEMPTS = 4
 
@@ -108,7 +58,10 @@ class Program:
         self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
         self._ready: Build | None = None  # there is nothing to do but to launch it
-        self._formers = FormerBuilds()
+        # Builds for objects that the user has since put others in the place of: they may come back.
+        self._formers: weakref.WeakSet[Build] = weakref.WeakSet()
+        self._kept: collections.deque[Build] = collections.deque(maxlen=_MAX_KEPT)
+        self._put_away: Build | None = None  # the last of these, until another is in its place
         self._marks_objects = False  # some arguments are Python objects
         self._takes_wide_integers = False
         self._prepares = bool(step.donate_argnums)  # see `_prepare`
@@ -266,8 +219,29 @@ class Program:
         if build is None or not build.reached.is_the_same():
             with self._tracing:
                 if self._build is build:
-                    self._build = self._formers.exchange(build)
+                    self._put_away = build or self._put_away
+                    known = (b for b in (self._put_away, *self._formers) if b is not None)
+                    self._build = next((b for b in known if b.reached.is_the_same()), None)
+                    if self._build is not None:
+                        self._replace_by(self._build)
         return self._build
+
+    def _replace_by(self, build: Build) -> None:
+        """Remembers the build that was put away, once there is one in its place.
+
+        It lives as long as a variable that only it threads, which keeps it: a program may live for
+        ever, and must not keep the model of each fold. Of those without any, the last few live.
+        """
+        former, self._put_away = self._put_away, None
+        if former is None or former is build:
+            return
+        self._formers.add(former)
+        own = next((v for v in former.variables if v not in {*build.variables}), None)
+        if own is None:
+            self._kept.append(former)
+        else:  # by program, so that it ends with that, too
+            kept = vars(own).setdefault("_builds", weakref.WeakKeyDictionary())
+            kept.setdefault(self, set()).add(former)
 
     # -- arguments ---------------------------------------------------------------
 
@@ -455,7 +429,7 @@ class Program:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Build, Discovered]:
         """Traces the step; returns a build with its variables, and the trace."""
         build, step = self._build, self._step
-        if (build is not None or self._formers.is_replacing) and jax_compat.compiles():
+        if (build is not None or self._put_away is not None) and jax_compat.compiles():
             self._watch.record(args, kwargs, is_replacing=build is None)
         found = discover(step, args, kwargs, CreationLog())
         if build is not None and build.covers(found):
@@ -467,7 +441,7 @@ class Program:
             found = discover(step, args, kwargs, CreationLog(made=found.created))
         hooks.tell(hooks.on_new_program, step.name)
         self._build = Build(step, found, build)
-        self._formers.replace_by(self._build)
+        self._replace_by(self._build)
         return self._build, found
 
 

@@ -23,7 +23,7 @@ from distjax._src.variables.conversion import cast
 from distjax._src.variables.layouts import PartitionedLayout
 from distjax._src.variables.policy import Combine
 from distjax._src.variables.variable import Variable
-from distjax.errors import AggregationError, CheckpointError, describe_value, message, require
+from distjax.errors import AggregationError, CheckpointError, describe_value, require
 
 
 def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
@@ -116,14 +116,12 @@ def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
         if is_it:
             return kind(key, value)
     raise CheckpointError(
-        message(
-            f"{key!r} needs to be something that a checkpoint can hold",
-            got=describe_value(value),
-            why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
-            "objects, iterators with get_state and set_state, and objects with such attributes",
-            fix="of a dataset, its iterator: iter(dataset); otherwise leave it out of the tree, or "
-            "give its class a method kept_variables() that returns a tree of the variables in it",
-        )
+        f"{key!r} needs to be something that a checkpoint can hold",
+        got=describe_value(value),
+        why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
+        "objects, iterators with get_state and set_state, and objects with such attributes",
+        fix="of a dataset, its iterator: iter(dataset); otherwise leave it out of the tree, or "
+        "give its class a method kept_variables() that returns a tree of the variables in it",
     )
 
 
@@ -305,13 +303,11 @@ class StateLeaf(Leaf):
             return encode(self.value.get_state())
         except TypeError as error:
             raise CheckpointError(
-                message(
-                    f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
-                    "dicts and numpy arrays",
-                    got=f"{type(self.value).__name__}.get_state() with {error}",
-                    why="it is written as JSON, which any later version can read",
-                    fix="return such a state from get_state(), or leave it out of the tree",
-                )
+                f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
+                "dicts and numpy arrays",
+                got=f"{type(self.value).__name__}.get_state() with {error}",
+                why="it is written as JSON, which any later version can read",
+                fix="return such a state from get_state(), or leave it out of the tree",
             ) from error
 
     def convert(self, saved: PyTree) -> Any:

@@ -165,13 +165,11 @@ def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> 
         new = key if old is None else rename[old] + key[len(old) :]
         if new in names:
             raise CheckpointError(
-                message(
-                    f"rename needs to leave one value at {new!r} of {where}",
-                    got=f"{names[new]!r} and {key!r}, both called so",
-                    why="one place in the tree takes one value",
-                    fix=f"rename one of them to another key: rename={{{key!r}: 'unused'}} with "
-                    "partial=True",
-                )
+                f"rename needs to leave one value at {new!r} of {where}",
+                got=f"{names[new]!r} and {key!r}, both called so",
+                why="one place in the tree takes one value",
+                fix=f"rename one of them to another key: rename={{{key!r}: 'unused'}} with "
+                "partial=True",
             )
         names[new] = key
     unused = sorted(set(rename) - used)

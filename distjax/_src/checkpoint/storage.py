@@ -390,12 +390,10 @@ class Storage:
                 return look()
             except OSError as error:
                 raise CheckpointError(
-                    message(
-                        f"{occasion} needs a directory that can be read, {self.directory!r}",
-                        got=describe_error(error),
-                        why="the steps are folders in it; in a job, process 0 looks for all",
-                        fix="open it to this user: `chmod`, or another mount",
-                    )
+                    f"{occasion} needs a directory that can be read, {self.directory!r}",
+                    got=describe_error(error),
+                    why="the steps are folders in it; in a job, process 0 looks for all",
+                    fix="open it to this user: `chmod`, or another mount",
                 ) from error
 
         return hear_first(self.job, occasion, answer)
@@ -578,12 +576,10 @@ def _require_checkpoint_directory(directory: object) -> None:
     else:
         return
     raise CheckpointError(
-        message(
-            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
-            got=got,
-            why="a folder is made in it for each step, and old ones are removed",
-            fix=fix,
-        )
+        f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
+        got=got,
+        why="a folder is made in it for each step, and old ones are removed",
+        fix=fix,
     )
 
 

@@ -22,7 +22,7 @@ from distjax._src.placement import (
     wraps_around,
 )
 from distjax._src.typing import PyTree
-from distjax.errors import BatchError, describe_value, message
+from distjax.errors import BatchError, describe_value
 
 _WHOLE_BYTES, _SAMPLE = 2**15, 2**12  # how much of an array a checksum covers
 
@@ -86,12 +86,10 @@ def read_element(element: PyTree, name: str) -> HostTree:
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
     if not leaves:
         raise BatchError(
-            message(
-                f"{name} needs at least one array",
-                got=f"a tree without leaves: {describe_value(element)}",
-                why="it is split along the leading dimension of its arrays",
-                fix="yield an array, or a tree of them: {'x': x, 'y': y}",
-            )
+            f"{name} needs at least one array",
+            got=f"a tree without leaves: {describe_value(element)}",
+            why="it is split along the leading dimension of its arrays",
+            fix="yield an array, or a tree of them: {'x': x, 'y': y}",
         )
     arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
     for i, array in enumerate(arrays):
@@ -99,12 +97,10 @@ def read_element(element: PyTree, name: str) -> HostTree:
         if found is not None:
             narrowed = jax.dtypes.canonicalize_dtype(array.dtype)
             raise BatchError(
-                message(
-                    f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
-                    got=f"{describe_value(array)} with values from {found}",
-                    why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
-                    fix=f"in the dataset, {HELD_FIX}",
-                )
+                f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
+                got=f"{describe_value(array)} with values from {found}",
+                why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
+                fix=f"in the dataset, {HELD_FIX}",
             )
     return HostTree(treedef, arrays)
 
@@ -145,13 +141,11 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
     except Exception as error:  # whatever the conversion of a foreign type raises
         cause = error
     raise BatchError(
-        message(
-            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is not an array",
-            got=describe_value(leaf),
-            why="the values of the replicas are slices of one array: sparse, ragged, text and "
-            "Python-object values, PRNG keys and values that are already distributed cannot be",
-            fix=_fix_of(leaf),
-        )
+        f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is not an array",
+        got=describe_value(leaf),
+        why="the values of the replicas are slices of one array: sparse, ragged, text and "
+        "Python-object values, PRNG keys and values that are already distributed cannot be",
+        fix=_fix_of(leaf),
     ) from cause
 
 
@@ -188,13 +182,11 @@ def require_leading_size(tree: HostTree, name: str) -> int:
         for i, leaf in enumerate(tree.leaves)
     ]
     raise BatchError(
-        message(
-            f"{name} needs arrays with one common leading dimension",
-            got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
-            why="a batch [G, ...] is split into [G / R, ...] for each replica",
-            fix="batch the examples first: {'x': np.stack(xs), 'y': np.stack(ys)}; for one element "
-            "per replica, of any rank: strategy.distribute_datasets_from_function",
-        )
+        f"{name} needs arrays with one common leading dimension",
+        got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
+        why="a batch [G, ...] is split into [G / R, ...] for each replica",
+        fix="batch the examples first: {'x': np.stack(xs), 'y': np.stack(ys)}; for one element "
+        "per replica, of any rank: strategy.distribute_datasets_from_function",
     )
 
 

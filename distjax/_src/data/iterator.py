@@ -457,21 +457,16 @@ def _require_untraced(method: str) -> None:
     frame = frames.current()
     if frame.is_replica:
         raise ContextError(
-            message(
-                f"{method} should be called from outside of replica_fn",
-                got=frame.name,
-                why="an element has the values of all replicas, and a replica function is traced "
-                "once: every later call would compute with the same element",
-                fix="for x in dataset: strategy.run(step, args=(x,))",
-            )
+            f"{method} should be called from outside of replica_fn",
+            got=frame.name,
+            why="an element has the values of all replicas, and a replica function is traced "
+            "once: every later call would compute with the same element",
+            fix="for x in dataset: strategy.run(step, args=(x,))",
         )
     if jax_compat.staging():
         raise ContextError(
-            message(
-                f"{method} needs to be called outside of traced functions",
-                got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
-                why="the element would be a constant of the compiled program, the same in every "
-                "call",
-                fix="step = dj.jit(fn); for x in dataset: step(x)",
-            )
+            f"{method} needs to be called outside of traced functions",
+            got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
+            why="the element would be a constant of the compiled program, the same in every call",
+            fix="step = dj.jit(fn); for x in dataset: step(x)",
         )

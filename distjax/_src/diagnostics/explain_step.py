@@ -62,7 +62,7 @@ from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
-from distjax.errors import ContextError, UnsupportedError, message
+from distjax.errors import ContextError, UnsupportedError
 
 #: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]
@@ -207,13 +207,11 @@ def require_compiling(strategy: Strategy | None, method: str) -> None:
     if strategy is None or strategy.extended.compiles:
         return
     raise UnsupportedError(
-        message(
-            f"dj.{method} needs a strategy that compiles its steps",
-            got=f"strategy={strategy!r}",
-            why="the reference interpreter runs replicas as threads, and traces nothing",
-            fix=f"dj.{method}(step, *args, strategy=dj.VirtualStrategy"
-            f"({strategy.num_replicas_in_sync}))",
-        )
+        f"dj.{method} needs a strategy that compiles its steps",
+        got=f"strategy={strategy!r}",
+        why="the reference interpreter runs replicas as threads, and traces nothing",
+        fix=f"dj.{method}(step, *args, strategy=dj.VirtualStrategy"
+        f"({strategy.num_replicas_in_sync}))",
     )
 
 
@@ -221,12 +219,10 @@ def require_outside_traces(method: str) -> None:
     if frames.current().state is None and not jax_compat.tracing():
         return
     raise ContextError(
-        message(
-            f"dj.{method} needs to be called outside of run, dj.jit and other traces",
-            got=f"a call inside a trace, in {frames.current().name}",
-            why="it traces the step itself",
-            fix=f"dj.{method}(step, x) where you would call step(x)",
-        )
+        f"dj.{method} needs to be called outside of run, dj.jit and other traces",
+        got=f"a call inside a trace, in {frames.current().name}",
+        why="it traces the step itself",
+        fix=f"dj.{method}(step, x) where you would call step(x)",
     )
 
 

@@ -59,7 +59,7 @@ from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.description import VariableDescription, describe_stored
 from distjax._src.variables.layouts import Layout, StackedLayout, in_force
-from distjax.errors import UnsupportedError, message
+from distjax.errors import UnsupportedError
 
 # -- saved state --------------------------------------------------------------
 # The state of NNX objects, saved before a trace and restored after it.
@@ -354,13 +354,11 @@ def _require_held(plan: Plan, held: Sequence[Any], values: Sequence[Any]) -> Non
     for entry, now, value in zip(plan.entries, held, values, strict=True):
         if now is not value:
             raise UnsupportedError(
-                message(
-                    f"{entry.path} needs to be a variable to be taken into a program",
-                    got="an array in a node that is no nnx.Module",
-                    why="a program gives the objects the values of its trace, and only Flax's "
-                    "own classes say where they hold them",
-                    fix="nnx.Variable(array) in its place, or an nnx.Module around it",
-                )
+                f"{entry.path} needs to be a variable to be taken into a program",
+                got="an array in a node that is no nnx.Module",
+                why="a program gives the objects the values of its trace, and only Flax's "
+                "own classes say where they hold them",
+                fix="nnx.Variable(array) in its place, or an nnx.Module around it",
             )
 
 

@@ -371,15 +371,13 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
     for attribute in _static_attributes(objects):
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):
             raise TraceLeakError(
-                message(
-                    f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
-                    "that a step computes",
-                    got="an array set as a new attribute of the module",
-                    why="inside a trace Flax keeps a new attribute as static, and an array of a "
-                    "trace has no value when the step has run",
-                    fix=f"self.{attribute.name} = nnx.Variable(jnp.zeros(...)) in __init__, and "
-                    f"model.{attribute.name}[...] = ... in the step",
-                )
+                f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
+                "that a step computes",
+                got="an array set as a new attribute of the module",
+                why="inside a trace Flax keeps a new attribute as static, and an array of a "
+                "trace has no value when the step has run",
+                fix=f"self.{attribute.name} = nnx.Variable(jnp.zeros(...)) in __init__, and "
+                f"model.{attribute.name}[...] = ... in the step",
             )
 
 
@@ -531,41 +529,34 @@ def _frames(error: Exception) -> list[FrameType]:
 
 def _in_merge(node: PyTree) -> TraceLeakError:
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
-            got="a write in a merge function",
-            why="a merge function is traced apart from the step, and only what it returns and the "
-            "dj.Variables that it writes come back to the step",
-            fix="reduce in the merge function, return the result, and change the object after "
-            "merge_call: optimizer.update(model, ctx.merge_call(reduce_grads, args=(grads,)))",
-        )
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a write in a merge function",
+        why="a merge function is traced apart from the step, and only what it returns and the "
+        "dj.Variables that it writes come back to the step",
+        fix="reduce in the merge function, return the result, and change the object after "
+        "merge_call: optimizer.update(model, ctx.merge_call(reduce_grads, args=(grads,)))",
     )
 
 
 def _in_inner_trace(node: PyTree) -> TraceLeakError:
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
-            got="a write in the body of a scan, a branch or another function that JAX traces by "
-            "itself",
-            why="the body is traced once, apart from the step, and JAX knows nothing of the "
-            "object: what it writes is neither a carry nor a result",
-            fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
-            "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
-            "nnx.state as a carry or result, and nnx.update(model, state) after",
-        )
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a write in the body of a scan, a branch or another function that JAX traces by itself",
+        why="the body is traced once, apart from the step, and JAX knows nothing of the "
+        "object: what it writes is neither a carry nor a result",
+        fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
+        "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
+        "nnx.state as a carry or result, and nnx.update(model, state) after",
     )
 
 
 def not_found(node: PyTree) -> TraceLeakError:
     """Returns the error for an object that a step uses but distjax did not find."""
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "
-            "where distjax can see it",
-            got="one that was found neither among the arguments nor in what the function refers to",
-            why="distjax searches arguments, closures, globals that the code names and attributes "
-            f"of your objects, {MAX_DEPTH} deep; what it does not find it cannot write back",
-            fix="pass the object: strategy.run(step, args=(model, batch))",
-        )
+        f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "
+        "where distjax can see it",
+        got="one that was found neither among the arguments nor in what the function refers to",
+        why="distjax searches arguments, closures, globals that the code names and attributes "
+        f"of your objects, {MAX_DEPTH} deep; what it does not find it cannot write back",
+        fix="pass the object: strategy.run(step, args=(model, batch))",
     )

@@ -58,7 +58,7 @@ from distjax._src.variables.layouts import (
     found_layout,
     layout_by,
 )
-from distjax.errors import UnsupportedError, message
+from distjax.errors import UnsupportedError
 
 # -- layouts ------------------------------------------------------------------
 # Where the arrays of Flax variables live between steps, by strategy and variable type.
@@ -312,12 +312,10 @@ def raw_value(variable: PyTree) -> Any:
         return variable
     if variable.ref or variable.hijax:
         raise UnsupportedError(
-            message(
-                f"{type(variable).__name__} needs to hold an array to be taken into a program",
-                got="a variable made with ref=True or hijax=True",
-                why="a reference cannot be split over replicas and written back",
-                fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
-            )
+            f"{type(variable).__name__} needs to hold an array to be taken into a program",
+            got="a variable made with ref=True or hijax=True",
+            why="a reference cannot be split over replicas and written back",
+            fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
         )
     return variable.get_raw_value()
 

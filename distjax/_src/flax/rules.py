@@ -258,22 +258,18 @@ def refuse(path: str, metric: str | None) -> NoReturn:
     """
     if metric is None:
         raise LocalityError(
-            message(
-                f"{path} needs to be state of a metric that was made before the step",
-                got="values that differ per replica, in an nnx.metrics.MetricState",
-                why="the class of the metric says how the replicas' parts become one",
-                fix="metrics = nnx.MultiMetric(...) before the step, and the metrics themselves, "
-                "not their nnx.state, as an argument of it",
-            )
+            f"{path} needs to be state of a metric that was made before the step",
+            got="values that differ per replica, in an nnx.metrics.MetricState",
+            why="the class of the metric says how the replicas' parts become one",
+            fix="metrics = nnx.MultiMetric(...) before the step, and the metrics themselves, "
+            "not their nnx.state, as an argument of it",
         )
     raise LocalityError(
-        message(
-            f"{path} needs a rule that makes one value of what the replicas wrote",
-            got=f"values that differ per replica, and no rule for {metric}",
-            why="the sum, the mean or the largest of the replicas' states may be meant",
-            fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
-            "the parts in place of the sum",
-        )
+        f"{path} needs a rule that makes one value of what the replicas wrote",
+        got=f"values that differ per replica, and no rule for {metric}",
+        why="the sum, the mean or the largest of the replicas' states may be meant",
+        fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
+        "the parts in place of the sum",
     )
 
 

@@ -191,13 +191,11 @@ def _require_origin(outcome: Outcome, entry: Entry) -> None:
     if not _is_new(outcome, entry):
         return
     raise LocalityError(
-        message(
-            f"{entry.path} needs a key that is equal on every replica",
-            got="a random stream made in the step, with a different seed on each replica",
-            why="a stream has one key between steps; in a step each replica draws from that "
-            "key folded with its number",
-            fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
-        )
+        f"{entry.path} needs a key that is equal on every replica",
+        got="a random stream made in the step, with a different seed on each replica",
+        why="a stream has one key between steps; in a step each replica draws from that "
+        "key folded with its number",
+        fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
     )
 
 

@@ -465,12 +465,10 @@ class Optimizer:
         if self._state is not None:
             return self._state
         raise ContextError(
-            message(
-                f"{what} needs an optimizer that has its state",
-                got="an optimizer whose init was not called",
-                why="moments and counts are variables that init makes",
-                fix="optimizer.init(variables), once, before the first step",
-            )
+            f"{what} needs an optimizer that has its state",
+            got="an optimizer whose init was not called",
+            why="moments and counts are variables that init makes",
+            fix="optimizer.init(variables), once, before the first step",
         )
 
     def _apply_across(
@@ -483,13 +481,11 @@ class Optimizer:
         own = self._strategy
         if strategy is not own:
             raise StrategyMismatchError(
-                message(
-                    f"apply_gradients needs {own!r} to be active, where its variables live",
-                    got=f"{strategy!r}",
-                    why="an update runs on the devices of its variables",
-                    fix="create the variables under `with strategy.scope():` of the strategy that "
-                    "runs the step",
-                )
+                f"apply_gradients needs {own!r} to be active, where its variables live",
+                got=f"{strategy!r}",
+                why="an update runs on the devices of its variables",
+                fix="create the variables under `with strategy.scope():` of the strategy that "
+                "runs the step",
             )
         frames.require_cross_replica(own, "distributed_apply")
         _require_one_value(extra)
@@ -655,13 +651,11 @@ def _require_no_per_replica(values: PyTree) -> None:
     if not found:
         return
     raise LocalityError(
-        message(
-            "apply_gradients in a replica context needs this replica's values",
-            got=f"a PerReplica of {found[0].num_replicas} values",
-            why="a replica sees its own value of an argument of run, but a PerReplica that the "
-            "function closes over keeps all of them",
-            fix="pass it: strategy.run(step, args=(x,)); or call apply_gradients outside of run",
-        )
+        "apply_gradients in a replica context needs this replica's values",
+        got=f"a PerReplica of {found[0].num_replicas} values",
+        why="a replica sees its own value of an argument of run, but a PerReplica that the "
+        "function closes over keeps all of them",
+        fix="pass it: strategy.run(step, args=(x,)); or call apply_gradients outside of run",
     )
 
 

@@ -26,7 +26,7 @@ from distjax._src.jaxprs import Flow
 from distjax._src.placement.topology import Topology
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
-from distjax.errors import LocalityError, describe_value, message
+from distjax.errors import LocalityError, describe_value
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
 MIXED = -1
@@ -295,14 +295,12 @@ def require_not_split(value: object, topology: Topology, where: str) -> None:
     else:
         return
     raise LocalityError(
-        message(
-            f"{where} needs to be a PerReplica, or one value that each replica holds",
-            got=got,
-            why=why,
-            fix="strategy.per_replica(x) if row r is the value of replica r; "
-            "strategy.first(x) if the rows are equal; strategy.broadcast(x) if "
-            "all of it is one value",
-        )
+        f"{where} needs to be a PerReplica, or one value that each replica holds",
+        got=got,
+        why=why,
+        fix="strategy.per_replica(x) if row r is the value of replica r; "
+        "strategy.first(x) if the rows are equal; strategy.broadcast(x) if "
+        "all of it is one value",
     )
 
 

@@ -130,14 +130,11 @@ def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return
     raise LocalityError(
-        message(
-            f"{name} needs to be wholly on this process to be read by the host",
-            got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
-            why="the rest is on devices of other processes, and a part would be taken for the "
-            "whole",
-            fix="read it on every process: strategy.broadcast(x), or reduce it in the "
-            "step; save all of it by dj.checkpoint.Checkpointer",
-        )
+        f"{name} needs to be wholly on this process to be read by the host",
+        got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
+        why="the rest is on devices of other processes, and a part would be taken for the whole",
+        fix="read it on every process: strategy.broadcast(x), or reduce it in the "
+        "step; save all of it by dj.checkpoint.Checkpointer",
     )
 
 

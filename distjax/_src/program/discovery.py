@@ -32,7 +32,7 @@ from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.construct import compute_initial
 from distjax._src.variables.state import CreationLog, TraceState, with_variables_as_inputs
 from distjax._src.variables.variable import Variable
-from distjax.errors import TraceLeakError, message
+from distjax.errors import TraceLeakError
 
 # -- step ---------------------------------------------------------------------
 
@@ -501,13 +501,11 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
     if found is None:
         return
     raise TraceLeakError(
-        message(
-            f"{found} needs to be an argument, or captured where distjax can see it",
-            got="its current value as a constant of the compiled program",
-            why="distjax searches arguments, closures, globals that the code names and attributes "
-            "of your objects; what it does not find would be read once and never again",
-            fix="pass the object: strategy.run(step, args=(model, batch))",
-        )
+        f"{found} needs to be an argument, or captured where distjax can see it",
+        got="its current value as a constant of the compiled program",
+        why="distjax searches arguments, closures, globals that the code names and attributes "
+        "of your objects; what it does not find would be read once and never again",
+        fix="pass the object: strategy.run(step, args=(model, batch))",
     )
 
 

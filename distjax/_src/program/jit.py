@@ -60,15 +60,12 @@ def explain_devices(error: Exception, name: str) -> Exception:
     if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
         return error
     return LocalityError(
-        message(
-            f"{name} needs all its variables, and all strategies that it runs, on one set of "
-            "devices",
-            got=str(error).splitlines()[0].removesuffix("."),
-            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
-            "but not variables",
-            fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
-            "an argument",
-        )
+        f"{name} needs all its variables, and all strategies that it runs, on one set of devices",
+        got=str(error).splitlines()[0].removesuffix("."),
+        why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
+        "but not variables",
+        fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
+        "an argument",
     )
 
 

@@ -488,11 +488,9 @@ def _require_guarded(name: str, recreated: tuple[str, ...]) -> None:
     if not recreated:
         return
     raise ContextError(
-        message(
-            f"{name} needs to create its variables once",
-            got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
-            why="the constructor runs at every trace, but a compiled call runs none",
-            fix="create the variables outside, or guard them: "
-            "`if self.v is None: self.v = dj.Variable(...)`",
-        )
+        f"{name} needs to create its variables once",
+        got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
+        why="the constructor runs at every trace, but a compiled call runs none",
+        fix="create the variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
     )

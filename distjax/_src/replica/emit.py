@@ -132,14 +132,12 @@ def _require_no_ref(eqns: Sequence[jax_compat.JaxprEqn], outs: Sequence[jax_comp
     if made is None:
         return
     raise MergeError(
-        message(
-            "a merge_call needs to come before or after all uses of a jax.new_ref",
-            got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
-            why="on devices the parts of a step before and after a merge are mapped over the "
-            "replicas one by one, and a ref cannot pass from one to the next",
-            fix="value = ref[...] before the merge_call, and ref = jax.new_ref(value) after it; or "
-            "ctx.all_reduce('sum', x) in place of the merge_call",
-        )
+        "a merge_call needs to come before or after all uses of a jax.new_ref",
+        got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
+        why="on devices the parts of a step before and after a merge are mapped over the "
+        "replicas one by one, and a ref cannot pass from one to the next",
+        fix="value = ref[...] before the merge_call, and ref = jax.new_ref(value) after it; or "
+        "ctx.all_reduce('sum', x) in place of the merge_call",
     )
 
 

@@ -50,7 +50,7 @@ from distjax._src.replica.global_value import (
 from distjax._src.typing import PyTree
 from distjax._src.variables.state import CreationLog, MergeState, ShapeState, TraceState
 from distjax._src.variables.variable import Variable
-from distjax.errors import MergeError, message
+from distjax.errors import MergeError
 
 
 class Merge(Protocol):
@@ -203,12 +203,10 @@ class CotangentMerge:
 def _merge_transpose(cotangents: Sequence[Any], *operands: PyTree, merge: Merge) -> list[Any]:
     if not isinstance(merge, TangentMerge):
         raise MergeError(
-            message(
-                "jax.linear_transpose needs a function without a merge_call",
-                got="a merge_call in the function to transpose",
-                why="nothing says that a merge function is linear; its derivatives are",
-                fix="_, transpose = jax.vjp(fn, x), in place of jax.linear_transpose(fn, x)",
-            )
+            "jax.linear_transpose needs a function without a merge_call",
+            got="a merge_call in the function to transpose",
+            why="nothing says that a merge function is linear; its derivatives are",
+            fix="_, transpose = jax.vjp(fn, x), in place of jax.linear_transpose(fn, x)",
         )
     linear = operands[merge.num_operands :]
     given = tuple(i for i, ct in enumerate(cotangents) if not isinstance(ct, Zero))
@@ -379,13 +377,11 @@ class UserMerge:
         is_other = len(outs) != len(self.result.leaves)
         if is_other or set(state.written) != set(self.written):
             raise MergeError(
-                message(
-                    f"merge function {function_name(self.fn)} needs to do the same on every call",
-                    got="other results or other variables than at its first trace",
-                    why="a merge function is traced more than once, first with arrays in place of "
-                    "values per replica, and must be pure except through variables",
-                    fix="a result, or v.assign(x) of a dj.Variable, in place of Python state",
-                )
+                f"merge function {function_name(self.fn)} needs to do the same on every call",
+                got="other results or other variables than at its first trace",
+                why="a merge function is traced more than once, first with arrays in place of "
+                "values per replica, and must be pure except through variables",
+                fix="a result, or v.assign(x) of a dj.Variable, in place of Python state",
             )
         return outs + [from_variable(v, state.read(v)) for v in self.written]
 
@@ -395,15 +391,13 @@ class UserMerge:
         if found is None:
             return
         raise MergeError(
-            message(
-                f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
-                "of replicas",
-                got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
-                f"{user_lines.source_line(found)}",
-                why="a merge function runs once, in cross-replica context, where there is no "
-                "replica axis",
-                fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
-            )
+            f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
+            "of replicas",
+            got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
+            f"{user_lines.source_line(found)}",
+            why="a merge function runs once, in cross-replica context, where there is no "
+            "replica axis",
+            fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
         )
 
 

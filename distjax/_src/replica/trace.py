@@ -166,12 +166,10 @@ def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     raise LocalityError(
-        message(
-            f"{function_name(fn)} needs to return values of one replica",
-            got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
-            why="inside a replica function a value is that replica's own",
-            fix="pass it as an argument: strategy.run(fn, args=(x,))",
-        )
+        f"{function_name(fn)} needs to return values of one replica",
+        got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
+        why="inside a replica function a value is that replica's own",
+        fix="pass it as an argument: strategy.run(fn, args=(x,))",
     )
 
 
@@ -295,15 +293,12 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
         if (set(axes) <= set(own) and not maps_replicas) or holds_merge(eqn):
             continue
         raise MergeError(
-            message(
-                f"{name} needs to leave devices to its strategy",
-                got=f"a jax.pmap or jax.shard_map over axes {axes}, at "
-                f"{user_lines.source_line(outer)}",
-                why="a replica function already runs on every device, and has no further devices "
-                "to map over",
-                fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
-                "inside a replica; or the call outside of run",
-            )
+            f"{name} needs to leave devices to its strategy",
+            got=f"a jax.pmap or jax.shard_map over axes {axes}, at {user_lines.source_line(outer)}",
+            why="a replica function already runs on every device, and has no further devices "
+            "to map over",
+            fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
+            "inside a replica; or the call outside of run",
         )
 
 

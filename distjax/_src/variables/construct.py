@@ -157,13 +157,11 @@ def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
         return jax.eval_shape(make_initial)
     except TraceLeakError as error:
         raise TraceLeakError(
-            message(
-                f"the function that makes the initial value of variable {name!r} needs to read "
-                "no variable",
-                got=str(error).partition("\n")[0].rstrip("."),
-                why="it is traced, so that the value is computed where it is stored",
-                fix="the value itself: dj.Variable(other.value * 2)",
-            )
+            f"the function that makes the initial value of variable {name!r} needs to read "
+            "no variable",
+            got=str(error).partition("\n")[0].rstrip("."),
+            why="it is traced, so that the value is computed where it is stored",
+            fix="the value itself: dj.Variable(other.value * 2)",
         ) from error
 
 
@@ -236,12 +234,10 @@ def initializer_of(
     """Returns a function that makes the array of an initial value, and raises if that is none."""
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
-            message(
-                f"variable {name!r} needs one initial value",
-                got=f"a PerReplica of {initial_value.num_replicas} values",
-                why="every copy of a variable starts from the same value",
-                fix="strategy.reduce('mean', x) first; components are set in a replica function",
-            )
+            f"variable {name!r} needs one initial value",
+            got=f"a PerReplica of {initial_value.num_replicas} values",
+            why="every copy of a variable starts from the same value",
+            fix="strategy.reduce('mean', x) first; components are set in a replica function",
         )
 
     def make() -> Array:

@@ -60,14 +60,12 @@ def _variable_abstract_eval(*, variable: WeakVariable, aval: ShapedArray) -> Sha
 def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     read: Any = variable()
     raise TraceLeakError(
-        message(
-            f"a read of variable {read.name!r} needs to be traced with its step",
-            got="eager evaluation, though the step is being traced",
-            why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
-            "left JAX's state of this thread behind",
-            fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "
-            "thread, or restart the process",
-        )
+        f"a read of variable {read.name!r} needs to be traced with its step",
+        got="eager evaluation, though the step is being traced",
+        why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
+        "left JAX's state of this thread behind",
+        fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "
+        "thread, or restart the process",
     )
 
 

@@ -316,12 +316,10 @@ class CompileOnlyStorage(StoredArray):
     def require(self) -> NoReturn:
         """Raises: no array is there."""
         raise UnsupportedError(
-            message(
-                f"variable {self.name!r} needs real devices to have a value",
-                got="a strategy on devices of jax.experimental.topologies",
-                why="programs can be compiled for such devices, but nothing runs on them",
-                fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
-            )
+            f"variable {self.name!r} needs real devices to have a value",
+            got="a strategy on devices of jax.experimental.topologies",
+            why="programs can be compiled for such devices, but nothing runs on them",
+            fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
         )
 
     def require_made(self) -> None:

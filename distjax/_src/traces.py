@@ -128,7 +128,7 @@ def renew_inner_traces() -> None:
 # Evaluating a jaxpr in `jit` binds each of its equations anew, including those inside `shard_map`.
 # An equation that calls it is bound once, but it keeps the types of its trace, whereas evaluation
 # adapts to other memory spaces and axes. So a call is staged only for operands of the traced types.
-# The code is also evaluated where nothing is being traced: under `jax.disable_jit`, and when
+# The code is also evaluated where nothing is being traced: by the reference interpreter, and when
 # `jax.debug_nans` reruns a program to find the operation at fault.
 
 

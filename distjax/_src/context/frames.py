@@ -83,6 +83,7 @@ class ExtendedLike(Protocol):
 
     is_default: bool
     wraps: bool
+    compiles: bool
 
     @property
     def strategy(self) -> StrategyLike:

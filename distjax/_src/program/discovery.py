@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat, traces
 from distjax._src.collectives.mapping import join_maps
@@ -23,7 +22,7 @@ from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
 from distjax._src.objects.stateful import active_bridge, explaining_errors, is_stateful
-from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, transfer, with_aux
+from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, with_aux
 from distjax._src.replica.arguments import PartitionedTree, is_array, nodes_of, user_path
 from distjax._src.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax._src.replica.trace import add_value_note
@@ -356,11 +355,8 @@ class Discovered:
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         results = zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         arrays = [self._as_result(value, atom) for value, atom in results]
-        if not jax_compat.compiles():
-            shardings = map(self._sharding_of, self._jaxpr.outvars[:num_results])
-            arrays = list(map(_place_evaluated, arrays, shardings))
-            # Copies: what is written may be an array of the user, and will be donated.
-            new = {v: jnp.copy(_place_evaluated(x, v.sharding)) for v, x in new.items()}
+        if not jax_compat.compiles():  # copies: an array of the user may be written, and donated
+            new = {v: jnp.copy(x) for v, x in new.items()}
         return arrays, OutputSpec(self._partitioned, self._per_replica, self._log.reused), new
 
     def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
@@ -374,23 +370,6 @@ class Discovered:
             # Once more, since JAX does not look for the layout of a result inside of calls.
             return jax_compat.bind_equation(self._constraints[atom], [value])[0]
         return value
-
-    def _sharding_of(self, atom: jax_compat.Var | jax_compat.Literal) -> Sharding | None:
-        """Returns the sharding to which an output is constrained; None: there is none."""
-        if isinstance(atom, jax_compat.Literal) or atom not in self._constraints:
-            return None
-        return self._constraints[atom].params.get("sharding")
-
-
-def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:
-    """Returns an output of evaluated code as a compiled program gives it: an array, in its place.
-
-    Where JAX evaluates a constraint, constants stay what they are in a trace, and uncommitted
-    arrays where they are.
-    """
-    if isinstance(value, jax_compat.Tracer) or getattr(value, "committed", False):
-        return value
-    return transfer(value, sharding)
 
 
 def discover(

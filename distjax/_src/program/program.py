@@ -92,6 +92,9 @@ class Program:
                     self._recreated, self._ready = spec.recreated, None
                 return outputs if spec.is_built else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
+            if not jax_compat.compiles() and frames.current().strategy.extended.compiles:
+                with jax.disable_jit(False):  # a step is traced anyhow: its code sees no values
+                    return self.call(args, kwargs)
             if has_user_mesh():
                 call = functools.partial(self._call_slowly, refused=refused)
                 return self._under_user_mesh(call, self._call_slowly, args, kwargs)
@@ -334,8 +337,8 @@ class Program:
         """Traces and compiles for these arguments, while no lock of variables is held.
 
         Returns the build, and the trace that `jit` may use once more in the launch: to run it
-        operation by operation (`jax.disable_jit`, `jax.debug_nans`), or to compile it, if it has
-        no variables, so that there is no lock to hold up anyone.
+        operation by operation (`jax.debug_nans`), or to compile it, if it has no variables, so
+        that there is no lock to hold up anyone.
         """
         with self._tracing, hooks.inside(hooks.at_work, f"compiling {self._step.name}"):
             self.require(args, kwargs)

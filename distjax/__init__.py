@@ -34,6 +34,7 @@ from distjax._src.data.dataset import DistributedDataset
 from distjax._src.data.iterator import DistributedIterator
 from distjax._src.data.options import Batch, InputContext, InputOptions
 from distjax._src.placement import REPLICA_AXIS, Locality, PerReplica, is_per_replica
+from distjax._src.pmap import pmap
 from distjax._src.program.jit import jit
 from distjax._src.replica.arguments import static
 from distjax._src.replica.contexts import ReplicaContext
@@ -52,7 +53,6 @@ from distjax._src.strategies.mirrored import (
     TPUStrategy,
     VirtualStrategy,
 )
-from distjax._src.strategies.pmap import pmap
 from distjax._src.strategies.sharded import CentralStorageStrategy, ShardedStrategy
 from distjax._src.strategies.steps import MultiStepContext
 from distjax._src.strategies.strategy import Strategy

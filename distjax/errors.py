@@ -13,23 +13,33 @@ import numpy as np
 from jax.core import Tracer
 
 
-class ContextError(RuntimeError):
+class Error(Exception):
+    """The base of distjax's own errors. Its text is given in the four parts of `message`, or whole.
+
+    An argument of a wrong type or value is a plain TypeError or ValueError.
+    """
+
+    def __init__(self, text: str = "", *, got: str | None = None, why: str = "", fix: str = ""):
+        super().__init__(text if got is None else message(text, got=got, why=why, fix=fix))
+
+
+class ContextError(Error, RuntimeError):
     """A call was made in the wrong context (replica, cross-replica, update)."""
 
 
-class StrategyMismatchError(RuntimeError):
+class StrategyMismatchError(Error, RuntimeError):
     """A value, variable or call belongs to another strategy."""
 
 
-class LocalityError(ValueError):
+class LocalityError(Error, ValueError):
     """A value has the wrong locality, or lives on the wrong devices, for the call."""
 
 
-class AggregationError(ValueError):
+class AggregationError(Error, ValueError):
     """A variable's aggregation does not allow this read or write."""
 
 
-class MergeError(RuntimeError):
+class MergeError(Error, RuntimeError):
     """A ``merge_call`` or replica-axis collective is used where it cannot run."""
 
 
@@ -53,7 +63,7 @@ class ReductionWarning(UserWarning):
     """Replicas' values are combined in a way that is probably wrong."""
 
 
-class CheckError(ValueError):
+class CheckError(Error, ValueError):
     """`dj.check` found problems in a step.
 
     Attributes:
@@ -69,19 +79,19 @@ class RecompilationWarning(UserWarning):
     """The same function keeps being recompiled."""
 
 
-class BatchError(ValueError):
+class BatchError(Error, ValueError):
     """A batch cannot be split over the replicas."""
 
 
-class TraceLeakError(RuntimeError):
+class TraceLeakError(Error, RuntimeError):
     """A variable or an attribute is read or written where its value would leak out of a trace."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written or read."""
 
 
-class ClusterError(RuntimeError):
+class ClusterError(Error, RuntimeError):
     """The processes of a job disagree, or one of them is gone."""
 
 
@@ -105,11 +115,11 @@ class ClusterWarning(UserWarning):
     """A multi-process program does something that is probably unintended."""
 
 
-class ServerLostError(RuntimeError):
+class ServerLostError(Error, RuntimeError):
     """A parameter server is gone, along with all updates since its last snapshot."""
 
 
-class ClosureError(RuntimeError):
+class ClosureError(Error, RuntimeError):
     """A closure failed: every worker that ran it was lost, or its error cannot be pickled.
 
     Attributes:
@@ -121,7 +131,7 @@ class ClosureError(RuntimeError):
         self.attempts = attempts
 
 
-class EndOfDataError(IndexError):
+class EndOfDataError(Error, IndexError):
     """A closure needs another dataset element, but every worker's data has ended."""
 
 

@@ -285,13 +285,11 @@ class BatchNormalization:
         if x.ndim >= 2 and x.shape[-1] == self.num_features:
             return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
         raise BatchError(
-            message(
-                f"BatchNormalization needs [B, ..., {self.num_features}] per replica",
-                got=describe_value(x),
-                why="the last axis holds the features, the first the examples",
-                fix=f"dj.layers.BatchNormalization({x.shape[-1] if x.ndim else 1}), or move the "
-                "features to the last axis",
-            )
+            f"BatchNormalization needs [B, ..., {self.num_features}] per replica",
+            got=describe_value(x),
+            why="the last axis holds the features, the first the examples",
+            fix=f"dj.layers.BatchNormalization({x.shape[-1] if x.ndim else 1}), or move the "
+            "features to the last axis",
         )
 
 
@@ -365,12 +363,10 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
         return frame.strategy.run(apply, args=(key, rate, x))
     if is_per_replica(x):
         raise ContextError(
-            message(
-                "dropout of a PerReplica needs cross-replica context of its strategy",
-                got=frame.name,
-                why="the active strategy says what one replica is",
-                fix="with strategy.scope(): dropout(key, rate, x); or strategy.run(dropout, ...)",
-            )
+            "dropout of a PerReplica needs cross-replica context of its strategy",
+            got=frame.name,
+            why="the active strategy says what one replica is",
+            fix="with strategy.scope(): dropout(key, rate, x); or strategy.run(dropout, ...)",
         )
     return apply(key, rate, x)
 

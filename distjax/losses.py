@@ -15,7 +15,7 @@ from distjax._src.collectives.ops import as_reduce_op, mean_dtype, sum_dtype
 from distjax._src.context import frames
 from distjax._src.masks import require_mask, spread_mask
 from distjax._src.typing import ArrayLike, ReduceOp, ReduceOpLike
-from distjax.errors import BatchError, describe_value, message
+from distjax.errors import BatchError, describe_value
 
 __all__ = ["average_loss"]
 
@@ -79,12 +79,10 @@ def average_loss(
 def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
     if losses.ndim == 0:
         raise BatchError(
-            message(
-                "average_loss needs a loss for each example, [B, ...]",
-                got=describe_value(losses),
-                why="an averaged loss no longer shows how many examples it is the mean of",
-                fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
-            )
+            "average_loss needs a loss for each example, [B, ...]",
+            got=describe_value(losses),
+            why="an averaged loss no longer shows how many examples it is the mean of",
+            fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
         )
     if mask is None:
         return jnp.ones(losses.shape, losses.dtype)

@@ -284,13 +284,11 @@ class Mean(Metric):
         weights = jnp.asarray(weights, self._dtype)
         if weights.shape != values.shape[: weights.ndim]:
             raise BatchError(
-                message(
-                    f"weighted metric {self.name!r} needs weights of a leading part of the shape "
-                    "of its values",
-                    got=f"weights {list(weights.shape)}, values {list(values.shape)}",
-                    why="each value has a weight",
-                    fix="metric.update(losses, weights=token_weights)",
-                )
+                f"weighted metric {self.name!r} needs weights of a leading part of the shape "
+                "of its values",
+                got=f"weights {list(weights.shape)}, values {list(values.shape)}",
+                why="each value has a weight",
+                fix="metric.update(losses, weights=token_weights)",
             )
         each = jnp.broadcast_to(spread_mask(weights, values.shape), values.shape)
         total, _ = _masked_sum(
@@ -363,12 +361,10 @@ class Accuracy(Metric):
         is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
         if logits.ndim == 0 or labels.shape != logits.shape[:-1] or not is_integer:
             raise BatchError(
-                message(
-                    f"metric {self.name!r} needs logits [B, ..., C] and integer labels [B, ...]",
-                    got=f"logits {logits.shape}, labels {labels.dtype}{list(labels.shape)}",
-                    why="there is one label for each row of logits",
-                    fix="metric.update(logits, labels); from one-hot: labels.argmax(-1)",
-                )
+                f"metric {self.name!r} needs logits [B, ..., C] and integer labels [B, ...]",
+                got=f"logits {logits.shape}, labels {labels.dtype}{list(labels.shape)}",
+                why="there is one label for each row of logits",
+                fix="metric.update(logits, labels); from one-hot: labels.argmax(-1)",
             )
         with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
             hits = jnp.argmax(logits, axis=-1) == labels

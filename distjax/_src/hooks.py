@@ -43,12 +43,7 @@ _listening: ContextVar[_Listening] = ContextVar("distjax_listening", default=_NO
 def listening(
     *pairs: tuple[Event, Callable[..., Any]], is_dry_run: bool = False
 ) -> Generator[None]:
-    """A context in which functions hear events of this thread.
-
-    Args:
-      *pairs: events, each with a function.
-      is_dry_run: whether what is traced meanwhile must change nothing.
-    """
+    """A context in which functions hear events of this thread; in a dry run nothing may change."""
     before = _listening.get()
     now = _Listening((*before.pairs, *pairs), before.is_dry_run or is_dry_run)
     try:

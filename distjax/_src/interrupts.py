@@ -26,13 +26,10 @@ _signal = importlib.import_module("_signal")
 
 
 class _Held:
-    """A handler of SIGINT that waits while interrupts are held.
+    """A handler of SIGINT that waits while interrupts are held, before the `former` one.
 
     An object for each handler that it stands before: who exchanges handlers for a while puts back
     the one that was there, which is ours, and it still leads to theirs.
-
-    Args:
-      former: the handler that was there.
     """
 
     __slots__ = ("former",)
@@ -50,9 +47,8 @@ class _Held:
 class Interrupts:
     """Holds back Ctrl-C in the main thread, the only one in which Python handles signals.
 
-    Attributes:
-      depth: how many times it is held.
-      waiting: the handler of a signal that came meanwhile, and its arguments.
+    `depth` counts how many times it is held; `waiting` is the handler of a signal that came
+    meanwhile, with its arguments.
     """
 
     __slots__ = ("_main", "depth", "waiting")
@@ -119,11 +115,9 @@ class Waiters:
                 rings.put(None)
 
     def wait_until(self, is_so: Callable[[], object], timeout: float | None = None) -> bool:
-        """Waits until ``is_so()``; returns False if `timeout` passes without it.
+        """Waits until ``is_so()``; returns False if `timeout` seconds pass without it.
 
-        Args:
-          is_so: the condition; takes no lock, since any thread may call it.
-          timeout: in seconds; None: forever.
+        The condition takes no lock, since any thread may call it.
         """
         if is_so():
             return True

@@ -235,12 +235,7 @@ def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
 def equations_of(
     jaxpr: jec.Jaxpr, enters: Callable[[jec.JaxprEqn], bool] = lambda eqn: True
 ) -> Iterator[jec.JaxprEqn]:
-    """Yields the equations of a jaxpr and those inside of them, at any depth.
-
-    Args:
-      jaxpr: the code.
-      enters: returns whether the code of an equation is walked into.
-    """
+    """Yields the equations of a jaxpr and those inside of them that it `enters`, at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
         if enters(eqn):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from distjax._src.jax_compat import ShapedArray
 from distjax._src.typing import ArrayLike
-from distjax.errors import BatchError, message
+from distjax.errors import BatchError
 
 
 def require_mask(
@@ -37,12 +37,10 @@ def require_mask(
     kind = "bool values or weights" if takes_weights else "bool values"
     longer = f", or a longer leading part of {shape}" if len(shape) > 1 else ""
     raise BatchError(
-        message(
-            f"{where} needs {kind} of shape {shape[:1]} per replica{longer}",
-            got=f"{mask.dtype} of shape {mask.shape}",
-            why="it says for each example whether it counts",
-            fix=fix,
-        )
+        f"{where} needs {kind} of shape {shape[:1]} per replica{longer}",
+        got=f"{mask.dtype} of shape {mask.shape}",
+        why="it says for each example whether it counts",
+        fix=fix,
     )
 
 

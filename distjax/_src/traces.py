@@ -58,13 +58,9 @@ def trace_jaxpr(
 
 
 class _TraceName:
-    """The axis name that identifies one active trace.
+    """The axis name that identifies one active trace, and is shared with no other active one.
 
-    Attributes:
-      name: the name, shared with no other active trace.
-      trace: the trace, once it has begun.
-      is_reusable: whether a later trace may reuse the name.
-      thread: the thread that traces.
+    The trace is None until it has begun. A later one may use the name again if it `is_reusable`.
     """
 
     _free: ClassVar[list[str]] = []
@@ -132,21 +128,14 @@ def renew_inner_traces() -> None:
 # Evaluating a jaxpr in `jit` binds each of its equations anew, including those inside `shard_map`.
 # An equation that calls it is bound once, but it keeps the types of its trace, whereas evaluation
 # adapts to other memory spaces and axes. So a call is staged only for operands of the traced types.
-# The code is also evaluated where nothing is being traced: under `jax.disable_jit`, and when
+# The code is also evaluated where nothing is being traced: by the reference interpreter, and when
 # `jax.debug_nans` reruns a program to find the operation at fault.
 
 
 def stage_call(
     jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
 ) -> list[Any]:
-    """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ.
-
-    Args:
-      jaxpr: the code.
-      consts: values of its constvars.
-      args: values of its invars.
-      name: what the call is named in the compiled program.
-    """
+    """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ."""
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
     if example is None or not jax_compat.tracing() or not have_types_of(operands, invars):

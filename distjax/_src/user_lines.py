@@ -53,11 +53,8 @@ class SourceFrame(NamedTuple):
 def find_line(frames: Iterable[SourceFrame], otherwise: str | None = None) -> str | None:
     """Returns "file:line (function)" of the innermost frame in the user's code, or None.
 
-    A frame in an installed package (a Flax layer) counts only if there is no other.
-
-    Args:
-      frames: the call stack, innermost first.
-      otherwise: the line that counts before one in an installed package.
+    A frame in an installed package (a Flax layer) counts only if there is no other, and `otherwise`
+    is not given. Frames are innermost first.
     """
     for frame in frames:
         if frame.is_library:
@@ -71,19 +68,14 @@ def find_line(frames: Iterable[SourceFrame], otherwise: str | None = None) -> st
 def source_line(*eqns: JaxprEqn) -> str:
     """Returns the user's line that made an equation.
 
-    Args:
-      *eqns: the equation, then those that call the inner functions around it, innermost first:
-        an operation inside of a jnp function records no line of the user, but its call does.
+    Behind it come those that call the inner functions around it, innermost first: an operation
+    inside of a jnp function records no line of the user, but its call does.
     """
     return find_line(frame for eqn in eqns for frame in frames_of(eqn)) or UNKNOWN
 
 
 def gradient_line(*eqns: JaxprEqn) -> str | None:
-    """Returns the user's line that asked for the gradient which equations are a part of; or None.
-
-    Args:
-      *eqns: the equation, then those that call the inner functions around it, innermost first.
-    """
+    """Returns the user's line that asked for the gradient that equations are a part of, or None."""
     frames = iter([frame for eqn in eqns for frame in frames_of(eqn)])
     for frame in frames:
         if _takes_gradient(frame):
@@ -99,10 +91,7 @@ def meeting_lines(
     A function that is only called with it, such as one that clips, is not to blame for what comes,
     nor one that is called for it, such as a loss.
 
-    Args:
-      used: the equation that uses it, then those that call the inner functions around it.
-      made: the same of what made it.
-      is_gradient: whether that is a gradient, which is made where it is asked for.
+    A gradient is made where it is asked for.
     """
     ours, theirs = _user_frames(used, False), _user_frames(made, is_gradient)
     pairs = list(zip(ours, theirs, strict=False))

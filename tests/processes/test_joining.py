@@ -69,7 +69,8 @@ except jax.errors.JaxRuntimeError as error:
 late = [dj.any_process(I == 1), dj.any_process(False)]
 report(ids=ids, never=never, late=late, hosts=joined.hosts, id=joined.process_id,
        name=joined.name_process(1), count=joined.num_processes, keys=keys,
-       meeting=joined.timeouts.meeting_timeout, other=other, renamed=socket.gethostname() == OUTSIDE)
+       meeting=joined.timeouts.meeting_timeout, other=other,
+       renamed=socket.gethostname() == OUTSIDE)
 threading.Thread(target=sys.exit, args=(5,)).start()  # ends the thread, no more
 raise SystemExit(4 * I)
 """

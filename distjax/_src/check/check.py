@@ -51,6 +51,7 @@ from distjax._src.diagnostics.explain_step import (
     with_object,
 )
 from distjax._src.lint.facts import EQUAL_BATCH
+from distjax._src.pmap import MappedFunction
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
 from distjax._src.replica.arguments import (
@@ -59,7 +60,6 @@ from distjax._src.replica.arguments import (
     positional_names,
     require_callable,
 )
-from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree

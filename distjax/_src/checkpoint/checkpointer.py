@@ -256,14 +256,12 @@ class Checkpointer:
         if step in steps:
             return int(step)
         raise CheckpointError(
-            message(
-                f"{self.directory!r} needs a complete checkpoint"
-                + ("" if step is None else f" of step {step}"),
-                got=f"the steps {', '.join(map(str, steps))}" if steps else "none",
-                why="a step whose save did not finish does not count",
-                fix="checkpointer.save(step, tree) first; `if checkpointer.latest_step() is not "
-                "None` says whether there is one",
-            )
+            f"{self.directory!r} needs a complete checkpoint"
+            + ("" if step is None else f" of step {step}"),
+            got=f"the steps {', '.join(map(str, steps))}" if steps else "none",
+            why="a step whose save did not finish does not count",
+            fix="checkpointer.save(step, tree) first; `if checkpointer.latest_step() is not "
+            "None` says whether there is one",
         )
 
     def _require_after_latest(self, step: int) -> None:

@@ -23,7 +23,7 @@ from distjax._src.variables.conversion import cast
 from distjax._src.variables.layouts import PartitionedLayout
 from distjax._src.variables.policy import Combine
 from distjax._src.variables.variable import Variable
-from distjax.errors import AggregationError, CheckpointError, describe_value, message, require
+from distjax.errors import AggregationError, CheckpointError, describe_value, require
 
 
 def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
@@ -36,13 +36,10 @@ def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(abc.ABC):
-    """One leaf of a tree, under its key.
+    """One leaf of a tree, under its key: the path to it, joined by "/".
 
-    Attributes:
-      key: the path to it, joined by "/".
-      value: the leaf's value.
-      setting: the setting, as code, of the object that keeps it, which its value depends on; "" for
-        none.
+    Its value may depend on the `setting`, as code, of the object that keeps it; an empty text for
+    none.
     """
 
     key: str
@@ -83,13 +80,9 @@ class Leaf(abc.ABC):
         return place if place.memory_kind in (None, default) else None
 
     def convert(self, saved: PyTree) -> Any:
-        """Returns what `put` takes: a saved value in the dtype of the leaf. Changes nothing.
+        """Returns what `put` takes: a saved value (None: an empty array) in the dtype of the leaf.
 
-        Args:
-          saved: an array (None: an empty one) or JSON value.
-
-        Raises:
-          OverflowError: it has values that the dtype cannot hold.
+        Changes nothing; raises an OverflowError for values that the dtype cannot hold.
         """
         spec = self.spec
         if spec.is_key:
@@ -110,16 +103,7 @@ class Leaf(abc.ABC):
 
 
 def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
-    """Returns the leaf for `value`.
-
-    Args:
-      key: the path to it.
-      value: a value of any kind.
-      setting: of the object that keeps it: see `Leaf`.
-
-    Raises:
-      CheckpointError: a value of no known kind.
-    """
+    """Returns the leaf for `value`; raises a CheckpointError for one of no known kind."""
     if isinstance(value, Variable):
         return VariableLeaf(key, value, setting)
     kinds = {
@@ -132,14 +116,12 @@ def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
         if is_it:
             return kind(key, value)
     raise CheckpointError(
-        message(
-            f"{key!r} needs to be something that a checkpoint can hold",
-            got=describe_value(value),
-            why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
-            "objects, iterators with get_state and set_state, and objects with such attributes",
-            fix="of a dataset, its iterator: iter(dataset); otherwise leave it out of the tree, or "
-            "give its class a method kept_variables() that returns a tree of the variables in it",
-        )
+        f"{key!r} needs to be something that a checkpoint can hold",
+        got=describe_value(value),
+        why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
+        "objects, iterators with get_state and set_state, and objects with such attributes",
+        fix="of a dataset, its iterator: iter(dataset); otherwise leave it out of the tree, or "
+        "give its class a method kept_variables() that returns a tree of the variables in it",
     )
 
 
@@ -321,13 +303,11 @@ class StateLeaf(Leaf):
             return encode(self.value.get_state())
         except TypeError as error:
             raise CheckpointError(
-                message(
-                    f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
-                    "dicts and numpy arrays",
-                    got=f"{type(self.value).__name__}.get_state() with {error}",
-                    why="it is written as JSON, which any later version can read",
-                    fix="return such a state from get_state(), or leave it out of the tree",
-                )
+                f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
+                "dicts and numpy arrays",
+                got=f"{type(self.value).__name__}.get_state() with {error}",
+                why="it is written as JSON, which any later version can read",
+                fix="return such a state from get_state(), or leave it out of the tree",
             ) from error
 
     def convert(self, saved: PyTree) -> Any:
@@ -368,12 +348,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: object) -> Any:
-    """Returns `value` as JSON.
-
-    Raises:
-      TypeError: it contains something other than numbers, text, bytes, lists, tuples,
-        dicts and numpy arrays.
-    """
+    """Returns `value` as JSON; raises a TypeError for what has no form there."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, complex):

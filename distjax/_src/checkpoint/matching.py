@@ -127,17 +127,10 @@ def match_keys(
     partial: bool,
     where: str,
 ) -> dict[str, str]:
-    """Returns the saved key for each key of the tree that is to be restored.
+    """Returns the saved key for each key of the tree that is to be restored; or raises.
 
-    Args:
-      wanted: the specs of the tree, by key.
-      saved: the specs of the checkpoint, by key.
-      names: maps names in the tree to saved keys: see `rename_keys`.
-      partial: whether to ignore keys that only one of them has.
-      where: the checkpoint, for error texts.
-
-    Raises:
-      CheckpointError: the keys differ, or a value does not fit.
+    `names` leads from names in the tree to saved keys: see `rename_keys`. If it is `partial`, keys
+    that only one of them has are ignored.
     """
     both = {key: names[key] for key in wanted if key in names}
     of_one = {
@@ -158,16 +151,10 @@ def match_keys(
 
 
 def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
-    """Returns the saved keys by their names in the tree.
+    """Returns the saved keys by their names in the tree; or raises.
 
-    Args:
-      saved: the keys of the checkpoint.
-      rename: maps keys of the checkpoint, or prefixes of keys up to a "/", to their
-        names in the tree; the longest match wins.
-      where: the checkpoint, for error texts.
-
-    Raises:
-      CheckpointError: a rename that matches nothing, or two keys with one name.
+    `rename` leads from keys of the checkpoint, or prefixes of keys up to a "/", to their names in
+    the tree; the longest match wins.
     """
     names: dict[str, str] = {}
     used: set[str] = set()
@@ -178,13 +165,11 @@ def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> 
         new = key if old is None else rename[old] + key[len(old) :]
         if new in names:
             raise CheckpointError(
-                message(
-                    f"rename needs to leave one value at {new!r} of {where}",
-                    got=f"{names[new]!r} and {key!r}, both called so",
-                    why="one place in the tree takes one value",
-                    fix=f"rename one of them to another key: rename={{{key!r}: 'unused'}} with "
-                    "partial=True",
-                )
+                f"rename needs to leave one value at {new!r} of {where}",
+                got=f"{names[new]!r} and {key!r}, both called so",
+                why="one place in the tree takes one value",
+                fix=f"rename one of them to another key: rename={{{key!r}: 'unused'}} with "
+                "partial=True",
             )
         names[new] = key
     unused = sorted(set(rename) - used)

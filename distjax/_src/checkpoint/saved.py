@@ -33,7 +33,7 @@ from distjax._src.interrupts import interrupts
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import Array
 from distjax._src.variables.variable import Variable
-from distjax.errors import CheckpointError, describe_error, message, require
+from distjax.errors import CheckpointError, describe_error, require
 
 #: Marks states stored by process in a checkpoint's JSON; no tag of `json_values` has this name.
 _BY_PROCESS = "processes"
@@ -54,25 +54,19 @@ def gather_states(joined: Job | None, leaves: Iterable[Leaf]) -> dict[str, Any]:
 
 
 def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
-    """Returns this process's part of a saved state.
-
-    Raises:
-      CheckpointError: it was saved per process, by a different number of processes.
-    """
+    """Returns this process's part of a saved state, if as many processes saved it."""
     if not (isinstance(saved, dict) and _BY_PROCESS in saved):
         return saved
     states, count = saved[_BY_PROCESS], 1 if joined is None else joined.num_processes
     if len(states) == count:
         return states[0 if joined is None else joined.process_id]
     raise CheckpointError(
-        message(
-            f"{key!r} of {where} needs the number of processes that saved it, {len(states)}",
-            got=f"{count}",
-            why="each of them read data of its own, and other processes would read some examples "
-            "twice and others never. Nothing has been changed",
-            fix="start as many processes; leave it out: restore(tree without it, partial=True); or "
-            "let all read the same global batches, whose position holds for any number",
-        )
+        f"{key!r} of {where} needs the number of processes that saved it, {len(states)}",
+        got=f"{count}",
+        why="each of them read data of its own, and other processes would read some examples "
+        "twice and others never. Nothing has been changed",
+        fix="start as many processes; leave it out: restore(tree without it, partial=True); or "
+        "let all read the same global batches, whose position holds for any number",
     )
 
 
@@ -86,12 +80,6 @@ def describe(
     """Returns versions, strategies, step, metrics and each key's contents, as JSON.
 
     Values that are not arrays (numbers, iterator states) are stored in it.
-
-    Args:
-      step: the step's number.
-      leaves: the leaves of the tree.
-      metrics: the metrics by name.
-      joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
     numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
@@ -121,15 +109,7 @@ def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
 
 
 class Saved:
-    """One saved step, whose keys may have other names in the tree.
-
-    Attributes:
-      names: the saved keys by their names in the tree.
-
-    Raises:
-      CheckpointError: not a distjax checkpoint, one of a later format, or a rename that does
-        not fit.
-    """
+    """One saved step, that this version can read; `names` has its keys by names in the tree."""
 
     def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
         self._storage = storage
@@ -148,13 +128,9 @@ class Saved:
         self._storage.agree(occasion, self._step, leaves)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
-        """Returns the tree with saved values for its keys in `names`.
+        """Returns the tree with saved values for its keys in `names`; or changes nothing.
 
         Ctrl-C raises before anything has changed, or once everything is restored.
-
-        Raises:
-          CheckpointError: the keys differ, a value is out of the range of its place or of an
-            object of another setting, one variable has two values, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
@@ -188,13 +164,11 @@ class Saved:
             return _without_padding(leaf, leaf.convert(saved))
         except OverflowError as error:
             raise CheckpointError(
-                message(
-                    f"{leaf.key!r} of {self._where} needs values that {leaf.spec} can hold",
-                    got=str(error),
-                    why="they would wrap around, or become infinite. Nothing has been changed",
-                    fix="give the tree a wider dtype there: one of 64 bits as a numpy array, or "
-                    "with jax_enable_x64",
-                )
+                f"{leaf.key!r} of {self._where} needs values that {leaf.spec} can hold",
+                got=str(error),
+                why="they would wrap around, or become infinite. Nothing has been changed",
+                fix="give the tree a wider dtype there: one of 64 bits as a numpy array, or "
+                "with jax_enable_x64",
             ) from error
 
     def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
@@ -258,15 +232,13 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
     lost = [leaf.key for leaf, state in before if not _put_back(leaf, state)]
     left = f"Nothing but {', '.join(map(repr, lost))}, which cannot go back," if lost else "Nothing"
     raise CheckpointError(
-        message(
-            f"{key!r} needs to take the state that {where} has for it",
-            got=got if joined is None else f"on {joined.name_process(process)}: {got}",
-            why="it was saved from another dataset, from one that is shuffled anew whenever it is "
-            f"iterated, or from an iterator of another kind. {left} has been changed",
-            fix="make the iterator from the dataset that was saved; give a dataset that shuffles a "
-            "method set_epoch(epoch), which seeds its order; or leave the iterator out, and begin "
-            "the epoch again: restore(tree without it, partial=True)",
-        )
+        f"{key!r} needs to take the state that {where} has for it",
+        got=got if joined is None else f"on {joined.name_process(process)}: {got}",
+        why="it was saved from another dataset, from one that is shuffled anew whenever it is "
+        f"iterated, or from an iterator of another kind. {left} has been changed",
+        fix="make the iterator from the dataset that was saved; give a dataset that shuffles a "
+        "method set_epoch(epoch), which seeds its order; or leave the iterator out, and begin "
+        "the epoch again: restore(tree without it, partial=True)",
     ) from cause
 
 
@@ -300,36 +272,24 @@ def _require_settings(
 ) -> None:
     """Raises if a value was saved by an object of another setting, and is not 0.
 
-    Args:
-      leaves: the leaves of the tree, by key.
-      values: the converted values, by key.
-      saved: the settings that were saved, by key; earlier versions saved none.
-      where: the checkpoint, for error texts.
+    Earlier versions saved no settings.
     """
     for key, setting in saved.items():
         own = leaves[key].setting
         if own in ("", setting) or not jnp.any(values[key] != 0):
             continue
         raise CheckpointError(
-            message(
-                f"{key!r} of {where} needs an object with {setting}, as when it was saved",
-                got=f"one with {own}",
-                why="its value depends on that: a sum that is half done does not become a mean, "
-                "nor a mean a sum. Nothing has been changed",
-                fix=f"construct it with {setting}; or restore a step whose value is 0 there: one "
-                "saved right after an update",
-            )
+            f"{key!r} of {where} needs an object with {setting}, as when it was saved",
+            got=f"one with {own}",
+            why="its value depends on that: a sum that is half done does not become a mean, "
+            "nor a mean a sum. Nothing has been changed",
+            fix=f"construct it with {setting}; or restore a step whose value is 0 there: one "
+            "saved right after an update",
         )
 
 
 def _require_one_value_each(leaves: Mapping[str, Leaf], values: PyTree, where: str) -> None:
-    """Raises if one variable is at several keys, whose saved values differ.
-
-    Args:
-      leaves: the leaves of the tree, by key.
-      values: the converted values of those to restore, by key.
-      where: the checkpoint, for error texts.
-    """
+    """Raises if one variable is at several keys, whose saved values differ."""
     first: dict[Variable, str] = {}
     for key in values:
         leaf = leaves[key]
@@ -339,15 +299,12 @@ def _require_one_value_each(leaves: Mapping[str, Leaf], values: PyTree, where: s
         if other == key or _are_equal(values[other], values[key]):
             continue
         raise CheckpointError(
-            message(
-                f"{other!r} and {key!r} of {where} need one value, for variable "
-                f"{leaf.value.name!r}",
-                got="two values that differ",
-                why="the tree has one variable at both keys: one of the values would be lost. "
-                "Nothing has been changed",
-                fix="a variable for each key; or leave one of them out: "
-                f"restore(tree without {key!r}, partial=True)",
-            )
+            f"{other!r} and {key!r} of {where} need one value, for variable {leaf.value.name!r}",
+            got="two values that differ",
+            why="the tree has one variable at both keys: one of the values would be lost. "
+            "Nothing has been changed",
+            fix="a variable for each key; or leave one of them out: "
+            f"restore(tree without {key!r}, partial=True)",
         )
 
 

@@ -128,24 +128,10 @@ if _register is not None:
 
 
 class Storage:
-    """The checkpoints in one directory.
+    """The checkpoints in one directory, of a job whose processes all take part, or of this process.
 
-    Orbax writes a step to a directory of another name and renames it when complete,
-    so that a killed process leaves only complete steps.
-
-    Attributes:
-      job: the job, whose processes all take part; None: this process alone.
-
-    Args:
-      directory: the directory of the steps; created by the first `write`.
-      max_to_keep: how many steps to keep; None: all.
-      best_metric: the metric that selects them; the latest is kept too.
-      best_mode: "max" or "min".
-      local: in a job of several processes, whether they belong to this one alone.
-
-    Raises:
-      CheckpointError: `directory` is a file, or holds something else.
-      TypeError: it is not a path.
+    Orbax writes a step to a directory of another name and renames it when complete, so that a
+    killed process leaves only complete steps.
     """
 
     def __init__(
@@ -184,17 +170,8 @@ class Storage:
     ) -> None:
         """Waits until every process of the job is about to do the same with the same step.
 
-        Values are not compared: numbers and host arrays are saved as process 0 has them.
-
-        Args:
-          occasion: what they are about to do, such as "the save of a checkpoint".
-          step: the step's number; None: the latest.
-          leaves: the leaves of the tree.
-          options: other arguments that decide what happens, by name.
-
-        Raises:
-          AgreementError: the processes differ; nothing has been written or changed.
-          StuckError, PeerLostError: a process does not arrive.
+        Values are not compared: numbers and host arrays are saved as process 0 has them. `options`
+        are other arguments that decide what happens, by name.
         """
         if self.job is None:
             return
@@ -211,9 +188,7 @@ class Storage:
     def _call(self, fn: Callable[[], T], *, is_long: bool = False) -> T:
         """Returns ``fn()``, which calls orbax: a signal's exception never comes from inside.
 
-        Args:
-          fn: the function.
-          is_long: whether Ctrl-C ends the wait for it, and it goes on by itself.
+        If it `is_long`, Ctrl-C ends the wait for it, and it goes on by itself.
         """
         if self.job is not None:
             ledger.wait()  # orbax syncs devices: see `begin_launch`
@@ -231,12 +206,7 @@ class Storage:
         description: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Starts writing a step, after completing the one in progress.
-
-        Raises:
-          CheckpointError: this step, or the one before, cannot be written; or this process has
-            joined its job later.
-        """
+        """Starts writing a step, after completing the one in progress."""
         self._require_origin()
         self.wait()
         if self._is_alone_in_a_job:  # orbax rejects single-process arrays there
@@ -266,9 +236,8 @@ class Storage:
     def _try_to_begin(self, process_id: int) -> None:
         """Writes a file, and removes it and what a killed process left of its saves.
 
-        Raises:
-          OSError: the directory is closed to this process, read-only or full, or what was left
-            belongs to another user.
+        An OSError: the directory is closed to this process, read-only or full, or what was left
+        belongs to another user.
         """
         os.makedirs(self.directory, exist_ok=True)
         # Named by the process, so that the next attempt removes what a killed one left.
@@ -283,11 +252,7 @@ class Storage:
                     shutil.rmtree(os.path.join(self.directory, name))
 
     def wait(self) -> None:
-        """Blocks until the save in progress is complete.
-
-        Raises:
-          CheckpointError: the save failed.
-        """
+        """Blocks until the save in progress is complete; raises a CheckpointError if it failed."""
         if self._under_way is not None and self._writer is not None:
             with self._guard("writing", self._under_way):
                 self._call(self._writer.wait_until_finished, is_long=True)
@@ -306,11 +271,7 @@ class Storage:
         saves_under_way.discard(self)
 
     def delete(self, step: int) -> None:
-        """Removes a step; in a job, process 0 does, and all hear whether it could.
-
-        Raises:
-          CheckpointError: it cannot be removed.
-        """
+        """Removes a step; in a job, process 0 does, and all hear whether it could."""
 
         def remove() -> None:
             self._require_origin()
@@ -402,11 +363,7 @@ class Storage:
         return self._ask("a look at the best step", look)
 
     def description(self, step: int) -> dict[str, Any]:
-        """Returns the step's description.
-
-        Raises:
-          CheckpointError: it was not written by distjax, or is damaged.
-        """
+        """Returns the step's description, if distjax wrote it and it is not damaged."""
 
         def look() -> Any:
             with self._guard("reading", step):
@@ -425,11 +382,7 @@ class Storage:
         return os.path.join(self.directory, str(step))
 
     def _ask(self, occasion: str, look: Callable[[], T]) -> T:
-        """Returns process 0's ``look()`` on every process.
-
-        Raises:
-          CheckpointError: the directory is closed to this user, say.
-        """
+        """Returns process 0's ``look()`` on every process; raises if it cannot look there."""
 
         def answer() -> T:
             self._require_origin()
@@ -437,12 +390,10 @@ class Storage:
                 return look()
             except OSError as error:
                 raise CheckpointError(
-                    message(
-                        f"{occasion} needs a directory that can be read, {self.directory!r}",
-                        got=describe_error(error),
-                        why="the steps are folders in it; in a job, process 0 looks for all",
-                        fix="open it to this user: `chmod`, or another mount",
-                    )
+                    f"{occasion} needs a directory that can be read, {self.directory!r}",
+                    got=describe_error(error),
+                    why="the steps are folders in it; in a job, process 0 looks for all",
+                    fix="open it to this user: `chmod`, or another mount",
                 ) from error
 
         return hear_first(self.job, occasion, answer)
@@ -451,10 +402,8 @@ class Storage:
         """Returns the arrays of some keys, where they are to be.
 
         Each process of a job reads its own parts, without the others: orbax's restore ends in a
-        program over all of them, for which they would wait where one cannot read.
-
-        Raises:
-          CheckpointError: the files are damaged; on all processes, if one cannot read its parts.
+        program over all of them, for which they would wait where one cannot read. All hear if one
+        cannot.
         """
         if not places:
             return {}
@@ -602,12 +551,7 @@ def _call_apart(fn: Callable[[], T]) -> T:
 
 
 def _require_checkpoint_directory(directory: object) -> None:
-    """Raises unless `directory` is a path to checkpoints, or to nothing yet.
-
-    Raises:
-      CheckpointError: it is a file, or a directory of something else.
-      TypeError: it is not a path.
-    """
+    """Raises unless `directory` is a path to checkpoints, or to nothing yet."""
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
             message(
@@ -634,12 +578,10 @@ def _require_checkpoint_directory(directory: object) -> None:
     else:
         return
     raise CheckpointError(
-        message(
-            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
-            got=got,
-            why="a folder is made in it for each step, and old ones are removed",
-            fix=fix,
-        )
+        f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
+        got=got,
+        why="a folder is made in it for each step, and old ones are removed",
+        fix=fix,
     )
 
 
@@ -648,9 +590,6 @@ def _require_shared(joined: Job, occasion: str, directory: str) -> None:
 
     Process 0 leaves a file there until the others have seen it. Where it cannot write, nothing will
     be saved, and what the others see is not compared.
-
-    Raises:
-      CheckpointError: a process sees another directory; nothing is left in it.
     """
     token = hear_first(joined, occasion, lambda: _leave_token(directory))
     if token is None:
@@ -706,11 +645,9 @@ class _WriteBarrier:
 
     Orbax's own barriers do not know of failures: a process that cannot write goes on to a later
     barrier than the one at which the others wait, and all of them wait until they time out. Here
-    all come to the next barrier, whichever it is, and one that has failed says so. One writer's
-    barriers come one at a time, in the same order everywhere.
-
-    Args:
-      joined: the job, whose processes make as many writers, in the same order.
+    all come to the next barrier, whichever it is, and one that has failed says so. The processes
+    make as many writers, in the same order; one writer's barriers come one at a time, in the same
+    order everywhere.
     """
 
     def __init__(self, joined: Job):
@@ -720,13 +657,8 @@ class _WriteBarrier:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits until all processes are here; in a process that has failed, tells them.
 
-        Args:
-          key: orbax's name for the barrier; unused.
-          timeout_ms: how long to wait for the last one, unless it is at slow work.
-
-        Raises:
-          RuntimeError: another process has failed; with its error's text.
-          jax.errors.JaxRuntimeError: one did not come in time, or is gone.
+        It waits for `timeout_ms`, and longer for one that is at slow work. Orbax's name for the
+        barrier is not used.
         """
         del key
         self._count += 1

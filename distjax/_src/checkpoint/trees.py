@@ -41,31 +41,17 @@ _CLOSED = (
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The leaves of a tree by key, in order, and how to rebuild the tree.
-
-    Attributes:
-      leaves: the leaves by key.
-      rebuilt: returns the tree, given the value at each key.
-    """
+    """The leaves of a tree by key, in order; `rebuilt` makes it again of the value at each key."""
 
     leaves: dict[str, Leaf]
     rebuilt: _Rebuild
 
 
 def as_tree(value: PyTree, method: str) -> Tree:
-    """Returns the leaves of a pytree, including those inside NNX and distjax objects.
+    """Returns the leaves of a pytree, including those inside NNX and distjax objects; or raises.
 
-    Keys are paths joined by "/": ``{"model": [w]}`` has ``model/0``. A variable
-    and an array at one place have the same key.
-
-    Args:
-      value: the tree.
-      method: "save" or "restore", for error texts.
-
-    Raises:
-      ContextError: in a replica function or a trace.
-      CheckpointError: two leaves with one key, or a leaf of no known kind.
-      AggregationError: a variable whose components have no single value.
+    Keys are paths joined by "/": ``{"model": [w]}`` has ``model/0``. A variable and an array at one
+    place have the same key. `method` is "save" or "restore", for error texts.
     """
     _require_outside(method)
     leaves: list[Leaf] = []
@@ -88,14 +74,7 @@ def as_tree(value: PyTree, method: str) -> Tree:
 
 
 def _visit(prefix: str, value: PyTree, leaves: list[Leaf], setting: str = "") -> _Rebuild:
-    """Appends the leaves of `value`; returns a function that rebuilds it by key.
-
-    Args:
-      prefix: the key of `value`.
-      value: a part of the tree.
-      leaves: the leaves before it; appended to.
-      setting: the setting that its values depend on: see `_setting_of`.
-    """
+    """Appends the leaves of `value`, at the key `prefix`; returns what rebuilds it by key."""
     is_leaf = lambda x: _is_node(x) or (is_module(x) and x is not value)
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     parts = [

@@ -57,9 +57,6 @@ def throttle(completion: jax.Array | None) -> None:
 
     It takes no lock, which an exception in a signal handler could leave locked: of several threads
     that launch, each awaits a program of its own.
-
-    Args:
-      completion: is ready when the program is done; None: the program is not throttled.
     """
     if completion is None or isinstance(completion, jax_compat.Tracer) or not is_throttled():
         return
@@ -94,13 +91,8 @@ def call_compiled(
 ) -> Any:
     """Returns ``fn(arrays, *static)``, compiled once per function and static args.
 
-    Inside a trace, the call is inlined into it.
-
-    Args:
-      fn: a module-level function of a pytree of arrays and hashable values.
-      arrays: the pytree of arrays.
-      *static: hashable values.
-      name: the operation in the user's words, equal on all processes; default: that of ``fn``.
+    Inside a trace, the call is inlined into it. `name` is the operation in the user's words, equal
+    on all processes.
     """
     if jax_compat.tracing():
         return fn(arrays, *static)

@@ -47,18 +47,9 @@ def map_replicas(
     args_varying: Sequence[bool],
     outs_varying: Sequence[bool] | bool,
 ) -> list[Any]:
-    """Runs ``fn`` once per replica on global arrays.
+    """Runs ``fn`` once per replica on global arrays, and returns such: [R, ...] where they vary.
 
-    Args:
-      topology: the R replicas.
-      fn: takes each argument as one replica sees it, returns a sequence.
-      args: global arrays, stacked [R, ...] if they vary.
-      args_varying: per argument, whether replicas see different values.
-      outs_varying: per output, or for all, whether replicas produce different
-        values. Outputs declared equal are taken from replica 0 unchecked.
-
-    Returns:
-      Global arrays, stacked [R, ...] if they vary.
+    Outputs declared equal are taken from replica 0 unchecked.
     """
     if topology.mesh is None:
         return _map_on_one_device(topology, fn, args, args_varying, outs_varying)
@@ -132,13 +123,7 @@ def _map_on_one_device(
 
 
 def constrain_to_replicas(value: jax.Array, topology: Topology, *, varying: bool) -> jax.Array:
-    """Returns a global value constrained to live on the replicas.
-
-    Args:
-      value: [...], or [R, ...] if `varying`.
-      topology: the R replicas.
-      varying: whether each replica holds its own slice; else each holds a copy.
-    """
+    """Returns a global value, [R, ...] if `varying`, constrained to live on the replicas."""
     value = jnp.asarray(value)
     if topology.mesh is None:
         return value
@@ -214,11 +199,7 @@ class _Joiner:
 
 
 class _Maps:
-    """A map over the replicas, and those that continue it.
-
-    Attributes:
-      invars: what the maps take and none of them makes.
-    """
+    """A map over the replicas, and those that continue it; none of them makes the `invars`."""
 
     def __init__(self, first: JaxprEqn):
         self._maps: list[JaxprEqn] = []
@@ -288,11 +269,8 @@ def _shared_params(eqn: JaxprEqn) -> dict[str, Any]:
 def renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn, depth: int) -> JaxprEqn:
     """Returns an equation of the code of a map, as if it stood where the map does.
 
-    Args:
-      eqn: the equation.
-      names: variables of the code -> those of the joined code; those of the equation are added.
-      holder: the map.
-      depth: how many of the names of the map's scope the joined map has.
+    `names` leads from variables of the code to those of the joined code, and those of the equation
+    are added. The joined map has `depth` of the names of the map's scope.
     """
     invars, outvars = replaced(eqn.invars, names), [Var(v.aval) for v in eqn.outvars]
     names.update(zip(eqn.outvars, outvars, strict=True))
@@ -324,13 +302,7 @@ def needs_wide_reductions(topology: Topology) -> bool:
 def widen_reductions(
     fn: Callable[..., Sequence[Any]], args: Sequence[Any], args_varying: Sequence[bool]
 ) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
-    """Returns what to map over the replicas, and its arguments, with float32 for bfloat16.
-
-    Args:
-      fn: what one replica computes.
-      args: its arguments, in the global view.
-      args_varying: per argument, whether replicas see different values.
-    """
+    """Returns what to map over the replicas, and its arguments, with float32 for bfloat16."""
     # The derivative of an argument that is equal on all replicas is summed over them.
     is_summed = [
         not varying and _is_narrow(jax.typeof(x))
@@ -352,11 +324,7 @@ def widen_reductions(
 
 
 class Rewriter:
-    """Rewrites some equations in code and in what it calls.
-
-    Args:
-      rewrite: returns the equations in place of one; None: it stays.
-    """
+    """Rewrites equations in code and in what it calls; one stays if ``rewrite(eqn)`` is None."""
 
     def __init__(self, rewrite: Callable[[JaxprEqn], list[JaxprEqn] | None]):
         self._rewrite_equation = rewrite

@@ -82,11 +82,7 @@ def all_reduce(op: ReduceOp, x: ArrayLike, axis_name: str, num_replicas: int) ->
 
 
 def as_summand(op: ReduceOp, x: ArrayLike, method: str) -> jax.Array:
-    """Returns `x` as `op` adds it up: of the dtype of the result, and strongly typed, like psum.
-
-    Raises:
-      TypeError: PRNG keys.
-    """
+    """Returns `x` as `op` adds it up: of the dtype of the result, and strongly typed, like psum."""
     x = jnp.asarray(x)  # psum of a Python number would return a Python number
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(x.dtype)
@@ -124,14 +120,7 @@ def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
 
 
 def combine(rule: str, x: ArrayLike, axis_name: str, num_replicas: int) -> jax.Array:
-    """Returns the replicas' `x` as one value on every replica: how a variable aggregates.
-
-    Args:
-      rule: SUM, MEAN or FIRST, the names of `Combine` that make one value of several.
-      x: this replica's value.
-      axis_name: the replica axis of the surrounding map.
-      num_replicas: its size R.
-    """
+    """Returns the replicas' `x` as one value on every replica, by a rule: SUM, MEAN or FIRST."""
     if rule == "FIRST":
         return from_first_replica(x, axis_name)
     return all_reduce(ReduceOp[rule], x, axis_name, num_replicas)

@@ -148,14 +148,9 @@ def sum_over_replicas(
 ) -> list[jax.Array]:
     """Returns each array summed over the replicas, as specified by `options`.
 
-    Args:
-      arrays: one replica's values.
-      topology: the replicas.
-      options: packing, compression, levels.
-
-    Cost: one collective per pack (per array without packing); two if compressed (an
-      all-to-all and an all-gather, each of half the bytes); three in two levels, of which the one
-      across hosts is two if compressed.
+    Cost: one collective per pack (per array without packing); two if compressed (an all-to-all and
+      an all-gather, each of half the bytes); three in two levels, of which the one across hosts is
+      two if compressed.
     """
     sum_one = _make_sum(topology, options)
     if options.bytes_per_pack == 0:
@@ -284,19 +279,11 @@ def reduce_arrays(
     splits: tuple[Any, ...] = (),
     specs: tuple[Spec, ...] = (),
 ) -> list[jax.Array]:
-    """Returns each array summed or averaged over the replicas.
+    """Returns global arrays, [R, ...] if they vary, each summed or averaged over the replicas.
 
-    Args:
-      arrays: global arrays, [R, ...] if they vary, else [...].
-      topology: the R replicas.
-      op: SUM or MEAN.
-      varying: per array, whether replicas have different values.
-      axes: axes of each replica's value to reduce over as well; a mean is then over all
-        elements of all replicas.
-      options: how varying values are communicated.
-      splits: per array, the local form if the result is to be split over the replicas (by a
-        single reduce-scatter), else None; () for none at all.
-      specs: per array, what its layout splits within a replica; () for nothing known.
+    Over `axes` of each replica's value as well; a mean is then over all elements of all replicas.
+    `splits` has the local form of each result that is to be split over the replicas, by a single
+    reduce-scatter, `specs` what a layout splits within a replica; () for none.
     """
     count = topology.num_replicas
     specs = specs or (None,) * len(varying)
@@ -359,13 +346,8 @@ def reduce_masked(
 ) -> jax.Array:
     """Returns the sum or mean over replicas of the elements where the mask is True.
 
-    Args:
-      arrays: (value, mask): a value [B, ...] and a mask [B] (its shape may be any leading
-        part of the value's), each with a leading replica axis if it varies.
-      topology: the R replicas.
-      op: SUM, or MEAN over the unmasked elements.
-      varying: whether value and mask differ per replica.
-      axes: axes of the value to reduce over as well.
+    A value [B, ...] and a mask [B] (its shape may be any leading part of the value's), each with a
+    leading replica axis if it varies; over `axes` of the value as well.
     """
 
     def on_replica(value: jax.Array, mask: jax.Array) -> list[Any]:

@@ -83,6 +83,7 @@ class ExtendedLike(Protocol):
 
     is_default: bool
     wraps: bool
+    compiles: bool
 
     @property
     def strategy(self) -> StrategyLike:
@@ -298,13 +299,10 @@ def require_cross_replica(strategy: StrategyLike, method: str) -> None:
     if frame.strategy is not strategy:
         raise StrategyMismatchError(mixing_text(strategy, frame, method))
     raise ContextError(
-        message(
-            f"{method} needs cross-replica context",
-            got=frame.name,
-            why="a replica sees its own values only. Method requires being in cross-replica "
-            "context",
-            fix=_in_replica_fix(method),
-        )
+        f"{method} needs cross-replica context",
+        got=frame.name,
+        why="a replica sees its own values only. Method requires being in cross-replica context",
+        fix=_in_replica_fix(method),
     )
 
 
@@ -429,13 +427,11 @@ def _require_nothing_to_nest(now: Frame) -> None:
     if not now.has_strategy:
         return
     raise StrategyMismatchError(
-        message(
-            "Must not nest tf.distribute.Strategy scopes: the default strategy's scope needs no "
-            "other strategy to be active",
-            got=now.name,
-            why="inside it the default strategy would have to be active, and it is not",
-            fix="`with default.scope():` outside of `with strategy.scope():`",
-        )
+        "Must not nest tf.distribute.Strategy scopes: the default strategy's scope needs no "
+        "other strategy to be active",
+        got=now.name,
+        why="inside it the default strategy would have to be active, and it is not",
+        fix="`with default.scope():` outside of `with strategy.scope():`",
     )
 
 
@@ -476,12 +472,10 @@ def set_strategy(strategy: StrategyLike | None) -> None:
     now = stack()
     if len(now) > 1 or (now and not now[0].from_set_strategy):
         raise ContextError(
-            message(
-                "set_strategy Must not be called inside a `tf.distribute.Strategy` scope",
-                got=current().name,
-                why="the block would end under another strategy than it began",
-                fix="leave the block first, or use `with strategy.scope():` alone",
-            )
+            "set_strategy Must not be called inside a `tf.distribute.Strategy` scope",
+            got=current().name,
+            why="the block would end under another strategy than it began",
+            fix="leave the block first, or use `with strategy.scope():` alone",
         )
     if now:
         take_out(now[0])
@@ -532,11 +526,7 @@ _OF_CALLS = _NAMES[:10]
 
 @dataclasses.dataclass(frozen=True)
 class ProgramModes:
-    """JAX modes of a thread, which another thread or process can enter.
-
-    Attributes:
-      values: by the name of the mode.
-    """
+    """JAX modes of a thread, by name, which another thread or process can enter."""
 
     values: tuple[tuple[str, Any], ...]
 

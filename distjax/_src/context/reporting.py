@@ -163,10 +163,7 @@ def without_expectations(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with `expect` wrappers removed.
 
-    Args:
-      args: positional arguments, some of them, or parts of some, wrapped by `expect`.
-      kwargs: keyword arguments.
-      meant: receives each leaf that is meant to differ, by its `id`, with the reason.
+    `meant` receives each leaf that is meant to differ, by its `id`, with the reason.
     """
 
     def unwrap(value: PyTree) -> Any:
@@ -238,12 +235,7 @@ def num_reported() -> int:
 
 
 def report(finding: Finding, kind: type[Warning] | type[Exception] = ReductionWarning) -> None:
-    """Reports a finding: raises it, warns about it, or only tells those that listen.
-
-    Args:
-      finding: what was found.
-      kind: the class of the warning or error; of no use for a note.
-    """
+    """Reports a finding: raises it, warns about it, or only tells those that listen."""
     is_note = finding.level == "note"
     if finding.rule == STATE and not is_note:
         _num_reported.set(_num_reported.get() + 1)

@@ -25,15 +25,9 @@ class DistributedDataset:
     """A dataset whose elements lie on the replicas.
 
     Every ``iter(dataset)`` iterates the user's iterable afresh; before that, the iterable's
-    ``set_epoch(n)`` is called if it has one, with n = 0, 1, ... It has a length if
-    that has one; with ``partial="drop"`` all batches but the last are assumed to be
-    of full size, except in a list, where all are examined.
-
-    Args:
-      dataset: the user's iterable.
-      splitter: turns its elements into elements for all replicas.
-      layout: how they lie on the devices.
-      options: how many elements to move ahead, and what to do with smaller ones.
+    ``set_epoch(n)`` is called if it has one, with n = 0, 1, ... It has a length if that has one;
+    with ``partial="drop"`` all batches but the last are assumed to be of full size, except in a
+    list, where all are examined.
 
     Source: tf.distribute.DistributedDataset.
     """

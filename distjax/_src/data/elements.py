@@ -22,18 +22,13 @@ from distjax._src.placement import (
     wraps_around,
 )
 from distjax._src.typing import PyTree
-from distjax.errors import BatchError, describe_value, message
+from distjax.errors import BatchError, describe_value
 
 _WHOLE_BYTES, _SAMPLE = 2**15, 2**12  # how much of an array a checksum covers
 
 
 class HostTree(NamedTuple):
-    """A flattened tree of numpy arrays.
-
-    Attributes:
-      treedef: the user's structure.
-      leaves: one array per leaf.
-    """
+    """A flattened tree of numpy arrays, with the user's structure."""
 
     treedef: Any
     leaves: list[np.ndarray]
@@ -58,13 +53,10 @@ class HostTree(NamedTuple):
         return HostTree(self.treedef, [leaf.take([-1], axis) for leaf in self.leaves])
 
     def filled(self, size: int, example: HostTree | None, axis: int = 0) -> HostTree:
-        """Returns this element padded along an axis with copies of an example.
+        """Returns this element padded along an axis, to `size` rows, with copies of an example.
 
-        Args:
-          size: the number of rows to have; not padded if there are as many.
-          example: one row of each leaf; zeros are used for one of other shapes or dtypes than
-            this element's, and for None.
-          axis: which one runs over the rows.
+        That is one row of each leaf; zeros are used for one of other shapes or dtypes than this
+        element's, and for None.
         """
         missing = size - self.leaves[0].shape[axis]
         if missing <= 0:
@@ -87,27 +79,17 @@ def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
 
 
 def read_element(element: PyTree, name: str) -> HostTree:
-    """Returns an element of the user's dataset as numpy arrays, in the user's memory.
+    """Returns an element of the user's dataset as numpy arrays, in the user's memory; or raises.
 
     To keep it, copy it before reading the next one: a source may refill the buffer.
-
-    Args:
-      element: a tree of arrays.
-      name: its name in error texts, e.g. "batch 3".
-
-    Raises:
-      BatchError: no leaves, a leaf that is not a numeric array, or integers that JAX
-        cannot hold.
     """
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
     if not leaves:
         raise BatchError(
-            message(
-                f"{name} needs at least one array",
-                got=f"a tree without leaves: {describe_value(element)}",
-                why="it is split along the leading dimension of its arrays",
-                fix="yield an array, or a tree of them: {'x': x, 'y': y}",
-            )
+            f"{name} needs at least one array",
+            got=f"a tree without leaves: {describe_value(element)}",
+            why="it is split along the leading dimension of its arrays",
+            fix="yield an array, or a tree of them: {'x': x, 'y': y}",
         )
     arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
     for i, array in enumerate(arrays):
@@ -115,12 +97,10 @@ def read_element(element: PyTree, name: str) -> HostTree:
         if found is not None:
             narrowed = jax.dtypes.canonicalize_dtype(array.dtype)
             raise BatchError(
-                message(
-                    f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
-                    got=f"{describe_value(array)} with values from {found}",
-                    why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
-                    fix=f"in the dataset, {HELD_FIX}",
-                )
+                f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
+                got=f"{describe_value(array)} with values from {found}",
+                why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
+                fix=f"in the dataset, {HELD_FIX}",
             )
     return HostTree(treedef, arrays)
 
@@ -161,13 +141,11 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
     except Exception as error:  # whatever the conversion of a foreign type raises
         cause = error
     raise BatchError(
-        message(
-            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is not an array",
-            got=describe_value(leaf),
-            why="the values of the replicas are slices of one array: sparse, ragged, text and "
-            "Python-object values, PRNG keys and values that are already distributed cannot be",
-            fix=_fix_of(leaf),
-        )
+        f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is not an array",
+        got=describe_value(leaf),
+        why="the values of the replicas are slices of one array: sparse, ragged, text and "
+        "Python-object values, PRNG keys and values that are already distributed cannot be",
+        fix=_fix_of(leaf),
     ) from cause
 
 
@@ -195,11 +173,7 @@ def _is_array_dtype(dtype: np.dtype) -> bool:
 
 
 def require_leading_size(tree: HostTree, name: str) -> int:
-    """Returns the leading dimension common to all leaves.
-
-    Raises:
-      BatchError: a scalar leaf, or leaves that disagree; names paths and sizes.
-    """
+    """Returns the leading dimension common to all leaves, or raises a BatchError."""
     size = tree.leading_size
     if size is not None:
         return size
@@ -208,13 +182,11 @@ def require_leading_size(tree: HostTree, name: str) -> int:
         for i, leaf in enumerate(tree.leaves)
     ]
     raise BatchError(
-        message(
-            f"{name} needs arrays with one common leading dimension",
-            got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
-            why="a batch [G, ...] is split into [G / R, ...] for each replica",
-            fix="batch the examples first: {'x': np.stack(xs), 'y': np.stack(ys)}; for one element "
-            "per replica, of any rank: strategy.distribute_datasets_from_function",
-        )
+        f"{name} needs arrays with one common leading dimension",
+        got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
+        why="a batch [G, ...] is split into [G / R, ...] for each replica",
+        fix="batch the examples first: {'x': np.stack(xs), 'y': np.stack(ys)}; for one element "
+        "per replica, of any rank: strategy.distribute_datasets_from_function",
     )
 
 

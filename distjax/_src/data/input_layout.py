@@ -35,12 +35,10 @@ Allocate = Callable[[int, tuple[int, ...], np.dtype], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class InputLayout:
-    """Moves elements to the replicas.
+    """Moves elements to the replicas of a topology; without one, to one replica placed by JAX.
 
-    Attributes:
-      topology: the replicas; None: one replica, placed by JAX.
-      copies: whether the source's data is copied before it is moved.
-      is_own: whether each process supplies only its own replicas' rows.
+    `copies`: the source's data is copied before it is moved. `is_own`: each process supplies only
+    its own replicas' rows.
     """
 
     topology: Topology | None
@@ -82,13 +80,8 @@ class InputLayout:
     def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns host memory [K, *shape] that moves to the devices without a host copy.
 
-        Each device's part is contiguous and aligned; on CPU, device arrays then keep
-        this memory.
-
-        Args:
-          num_steps: K.
-          shape: the shape of a leaf of one element, [R, B, ...].
-          dtype: the dtype of the leaf.
+        Each device's part is contiguous and aligned; on CPU, device arrays then keep this memory.
+        `shape` is that of a leaf of one element, [R, B, ...].
         """
         if self.topology is None or self.topology.mesh is None:
             return _allocate_aligned((num_steps, *shape), dtype)
@@ -159,16 +152,8 @@ class Steps:
 class Block:
     """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
 
-    Each element is copied once, to its place among the others. The memory is never
-    refilled, because on CPU device arrays keep it.
-
-    Attributes:
-      positions: the position behind each element.
-
-    Args:
-      first: the first element.
-      limit: K.
-      allocate: allocates the memory; None: reuse the first element's, with K = 1.
+    Each element is copied once, to its place among the others. The memory is never refilled,
+    because on CPU device arrays keep it. Without `allocate` it is the first element's, and K is 1.
     """
 
     def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):

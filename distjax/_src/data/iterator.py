@@ -66,13 +66,8 @@ class Together(Protocol):
     def agree(self, block: Block | None, own: object, steps: int | None) -> HostTree | None:
         """Returns elements to take in place of this process's own; None: these.
 
-        Args:
-          block: this process's elements; None: its data has ended.
-          own: what `describe` returned; or with what its data has ended.
-          steps: how many elements the loop has asked for; None: one.
-
-        Raises:
-          StopIteration: other processes have no more data, and all stop there.
+        `own` is what `describe` returned; or with what this process's data has ended, if `block` is
+        None. StopIteration: other processes have no more data, and all stop there.
         """
         ...
 
@@ -86,19 +81,13 @@ def _together_of(layout: InputLayout, partial: Partial) -> Together | None:
 class DistributedIterator:
     """Iterates over the elements of a `DistributedDataset`, once.
 
-    `next(iterator)` and `iterator.get_next()` return one element, `take` several
-    steps at once; they can be mixed. The background thread starts with the first
-    call and stops at the end of the data, on `close`, or when the iterator is
-    dropped. Several threads may share one iterator: each element goes to one of them.
+    `next(iterator)` and `iterator.get_next()` return one element, `take` several steps at once;
+    they can be mixed. The background thread starts with the first call and stops at the end of the
+    data, on `close`, or when the iterator is dropped. Several threads may share one iterator: each
+    element goes to one of them.
 
-    Args:
-      reader: the elements on the host.
-      layout: how they lie on the devices.
-      options: how many elements to move ahead (0: no thread), and what to do if some
-        processes of a job run out of data first.
-
-    Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an
-      iterator with locality T (TF 1.12, 1.13).
+    Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an iterator with
+      locality T (TF 1.12, 1.13).
     """
 
     def __init__(self, reader: Reader, layout: InputLayout, options: InputOptions):
@@ -341,10 +330,7 @@ class DistributedIterator:
 class Chunk:
     """What one call of the iterator returns: one element, or several as `Steps`.
 
-    Attributes:
-      block: its elements on the host.
-      result: what is returned to the user.
-      report: what the processes that read together compare.
+    `report` is what the processes that read together compare.
     """
 
     block: Block
@@ -395,20 +381,10 @@ def _as_result(tree: HostTree, layout: InputLayout, steps: int | None) -> Any:
 class Prefetcher:
     """Makes up to `depth` items ahead on its own thread, which it starts.
 
-    The thread inherits the context (strategies, 64-bit mode, default device) of the
-    thread that makes the Prefetcher, and holds no reference to its owner: it ends when
-    that is dropped. Only one thread at a time may take items.
-
-    Attributes:
-      items: what was made and not taken; the last may be an error.
-      steps: how many steps an item has; None: it is a single element.
-      is_stopped: whether it no longer makes any.
-
-    Args:
-      make: returns an item.
-      steps: see above.
-      depth: how many items may wait.
-      owner: when it is dropped, the thread ends.
+    The thread inherits the context (strategies, 64-bit mode, default device) of the thread that
+    makes the Prefetcher, and holds no reference to its owner: it ends when that is dropped. Only
+    one thread at a time may take `items`, of which the last may be an error. An item has `steps`
+    steps; None: it is a single element.
     """
 
     def __init__(self, make: _Make, steps: int | None, depth: int, owner: object):
@@ -481,21 +457,16 @@ def _require_untraced(method: str) -> None:
     frame = frames.current()
     if frame.is_replica:
         raise ContextError(
-            message(
-                f"{method} should be called from outside of replica_fn",
-                got=frame.name,
-                why="an element has the values of all replicas, and a replica function is traced "
-                "once: every later call would compute with the same element",
-                fix="for x in dataset: strategy.run(step, args=(x,))",
-            )
+            f"{method} should be called from outside of replica_fn",
+            got=frame.name,
+            why="an element has the values of all replicas, and a replica function is traced "
+            "once: every later call would compute with the same element",
+            fix="for x in dataset: strategy.run(step, args=(x,))",
         )
     if jax_compat.staging():
         raise ContextError(
-            message(
-                f"{method} needs to be called outside of traced functions",
-                got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
-                why="the element would be a constant of the compiled program, the same in every "
-                "call",
-                fix="step = dj.jit(fn); for x in dataset: step(x)",
-            )
+            f"{method} needs to be called outside of traced functions",
+            got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
+            why="the element would be a constant of the compiled program, the same in every call",
+            fix="step = dj.jit(fn); for x in dataset: step(x)",
         )

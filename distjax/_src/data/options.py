@@ -142,13 +142,11 @@ class InputContext:
         if rest:
             sizes = [n * self.num_replicas_in_sync for n in (size, size + 1) if n]
             raise BatchError(
-                message(
-                    f"get_per_replica_batch_size needs a global batch size that "
-                    f"{self.num_replicas_in_sync} replicas divide",
-                    got=f"global_batch_size={global_batch_size}",
-                    why="every replica gets the same number of examples",
-                    fix="use " + " or ".join(map(str, sizes)),
-                )
+                f"get_per_replica_batch_size needs a global batch size that "
+                f"{self.num_replicas_in_sync} replicas divide",
+                got=f"global_batch_size={global_batch_size}",
+                why="every replica gets the same number of examples",
+                fix="use " + " or ".join(map(str, sizes)),
             )
         return size
 

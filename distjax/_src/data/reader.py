@@ -89,9 +89,8 @@ class Position:
 def require_position_of(process: list[int] | None, state: object) -> None:
     """Raises a ValueError unless `state` is a position that this process can resume.
 
-    Args:
-      process: this process and the job's size, if each process reads its own data, or None.
-      state: the position, whose "process" has to be the same.
+    `process` is its number and the job's size if each process reads its own data: the "process" of
+    the position has to be the same.
     """
     saved = state.get("process") if isinstance(state, Mapping) else None
     if saved == process:
@@ -149,11 +148,7 @@ def keeps_position(source: object) -> bool:
 
 
 class Epochs:
-    """A user's dataset, which is iterated once an epoch.
-
-    Attributes:
-      dataset: an iterable.
-    """
+    """A user's dataset, which is iterated once an epoch."""
 
     def __init__(self, dataset: DatasetLike):
         self.dataset: Any = dataset
@@ -164,9 +159,8 @@ class Epochs:
     def begin(self, epoch: int | None = None) -> tuple[Iterator[Any], int | None]:
         """Returns a new iterator and its epoch; None if the dataset has no `set_epoch`.
 
-        Args:
-          epoch: which one; None: the one that the user has told the dataset meanwhile, if its
-            attribute `epoch` shows it; else the one after the last that began.
+        By default it is the epoch that the user has told the dataset meanwhile, if its attribute
+        `epoch` shows it; else the one after the last that began.
         """
         if not callable(getattr(self.dataset, "set_epoch", None)):
             return _open(self.dataset), None
@@ -208,14 +202,9 @@ class Reader:
     Attributes:
       position: behind the last element that was delivered to the loop, which says so.
       ahead: what comes before the elements that are still to be made: elements, maybe an error.
-      is_closed: whether no more elements are to be delivered.
 
-    Args:
-      epochs: the dataset.
-      pull: makes an element of those of the dataset.
-      iterator: of the dataset; with its epoch.
-      position: where it begins.
-      is_behind: whether the iterator still has to go there, when it is first read.
+    If it `is_behind`, the iterator still has to go to the position where it begins, when it is
+    first read.
     """
 
     def __init__(
@@ -307,13 +296,9 @@ class Reader:
         self._is_unread, self._has_ended = False, True
 
     def moved(self, position: Position) -> Reader:
-        """Returns a reader that goes on behind a position, in place of this one.
+        """Returns a reader that goes on behind a position, in place of this one; or raises.
 
         A generator is read up to there with the first element, and refused only then.
-
-        Raises:
-          ValueError: a source that is too short, gives another element now as the last one used,
-            or cannot be read again.
         """
         iterator, epoch = self._iterator_for(position)
         is_behind = self._is_one_shot  # until it is read, another position can be set
@@ -370,16 +355,9 @@ def _require_reachable(iterator: Iterator[Any], position: Position) -> None:
 
 
 def drop(numbered: Numbered, count: int, needed: str, checksum: int | None = None) -> None:
-    """Reads and drops the elements with numbers below `count`.
+    """Reads and drops the elements with numbers below `count`; part of them may be gone before.
 
-    Args:
-      numbered: the source, numbered from 0 on; part of them may have been dropped before.
-      count: how many elements.
-      needed: the start of the error text, e.g. "set_state needs a dataset".
-      checksum: that of the last element; None: unknown.
-
-    Raises:
-      ValueError: there are fewer elements, or the last is another.
+    Raises a ValueError, which begins with `needed`, if there are fewer or the last is another.
     """
     if not count:
         return

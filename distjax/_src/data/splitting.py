@@ -36,12 +36,8 @@ class Splitter(abc.ABC):
     def pull(self, source: Numbered, position: Position) -> tuple[HostTree, Position]:
         """Returns the next element, leaves [R, B, ...], and the position after it.
 
-        The source's elements are numbered. The arrays may be the source's memory: copy them
-        before the next pull.
-
-        Raises:
-          StopIteration: the source has ended.
-          BatchError: the element cannot be split.
+        The source's elements are numbered. The arrays may be the source's memory: copy them before
+        the next pull.
         """
 
     @abc.abstractmethod
@@ -50,21 +46,12 @@ class Splitter(abc.ABC):
 
     @abc.abstractmethod
     def count(self, dataset: Sequence[PyTree]) -> int:
-        """Returns the number of elements for a dataset with a length.
-
-        Raises:
-          TypeError: the number cannot be told without iterating the dataset.
-        """
+        """Returns the number of elements for a dataset with a length, if that tells it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatches(Splitter):
-    """Reshapes each batch of the source to [R, B, ...].
-
-    Attributes:
-      num_replicas: R.
-      partial: "error", "drop" or "pad" (see `InputOptions`).
-    """
+    """Reshapes each batch of the source to [R, B, ...]."""
 
     num_replicas: int
     partial: Partial
@@ -97,12 +84,10 @@ class GlobalBatches(Splitter):
     def _require_fits(self, size: int, full: int, name: str) -> None:
         if self.partial != ERROR and size > full:
             raise BatchError(
-                message(
-                    f"{name} needs at most {full} examples with partial={self.partial!r}",
-                    got=f"{size} examples",
-                    why="the first batch sets the full size",
-                    fix="put the largest batch first, or pass dj.InputOptions(partial='error')",
-                )
+                f"{name} needs at most {full} examples with partial={self.partial!r}",
+                got=f"{size} examples",
+                why="the first batch sets the full size",
+                fix="put the largest batch first, or pass dj.InputOptions(partial='error')",
             )
         divided = {ERROR: size, DROP: full, PAD: 0}[self.partial]
         if divided % self.num_replicas:
@@ -116,13 +101,11 @@ class GlobalBatches(Splitter):
         if is_rows:
             other += "; [x] in place of an array x, of which each row is a batch"
         raise BatchError(
-            message(
-                f"{name} needs a number of examples that {r} replicas divide",
-                got=f"{size} examples: {size // r} per replica and {size % r} left over",
-                why="all replicas run one program, so their batches have one shape",
-                fix="distribute_dataset(..., dj.InputOptions(partial='pad')), which pads batches "
-                "and gives dj.Batch(data, mask); or " + other,
-            )
+            f"{name} needs a number of examples that {r} replicas divide",
+            got=f"{size} examples: {size // r} per replica and {size % r} left over",
+            why="all replicas run one program, so their batches have one shape",
+            fix="distribute_dataset(..., dj.InputOptions(partial='pad')), which pads batches "
+            "and gives dj.Batch(data, mask); or " + other,
         )
 
     def require_splittable(self, dataset: Sequence[PyTree]) -> None:
@@ -156,10 +139,7 @@ class GlobalBatches(Splitter):
 class ReplicaElements(Splitter):
     """Stacks R elements of the source to [R, ...]; nothing is split or rebatched.
 
-    Attributes:
-      num_replicas: R.
-      partial: what to do with a step that has missing or smaller elements.
-      copies: whether an element is copied before the next one is read.
+    With `copies`, an element is copied before the next one is read.
     """
 
     num_replicas: int
@@ -216,13 +196,11 @@ class ReplicaElements(Splitter):
     def _require_complete(self, present: int, name: str) -> None:
         if present < self.num_replicas:
             raise BatchError(
-                message(
-                    f"a step needs {self.num_replicas} elements, one per replica",
-                    got=f"{present} in the last step ({name})",
-                    why="all replicas run one program, and none may be without input",
-                    fix="dj.InputOptions(partial='pad') to fill it up, with a mask; or "
-                    "dj.InputOptions(partial='drop') to leave it out",
-                )
+                f"a step needs {self.num_replicas} elements, one per replica",
+                got=f"{present} in the last step ({name})",
+                why="all replicas run one program, and none may be without input",
+                fix="dj.InputOptions(partial='pad') to fill it up, with a mask; or "
+                "dj.InputOptions(partial='drop') to leave it out",
             )
 
     def _require_fits(self, sizes: list[int | None], full: int | None, first: int) -> None:
@@ -231,13 +209,11 @@ class ReplicaElements(Splitter):
         for i, size in enumerate(sizes):
             if size is None or size > full:
                 raise BatchError(
-                    message(
-                        f"element {first + i} needs a leading dimension of at most {full} with "
-                        f"partial={self.partial!r}",
-                        got="none common to its arrays" if size is None else str(size),
-                        why="the first element sets the full size",
-                        fix="yield elements of one size, the largest first",
-                    )
+                    f"element {first + i} needs a leading dimension of at most {full} with "
+                    f"partial={self.partial!r}",
+                    got="none common to its arrays" if size is None else str(size),
+                    why="the first element sets the full size",
+                    fix="yield elements of one size, the largest first",
                 )
 
     def require_splittable(self, dataset: Sequence[PyTree]) -> None:
@@ -274,14 +250,12 @@ def _stack_elements(elements: list[HostTree], first: int) -> HostTree:
 
 def _differ(got: str, first: int) -> BatchError:
     return BatchError(
-        message(
-            f"the elements of one step (from element {first} on) need one structure and one shape "
-            "on all replicas",
-            got=got,
-            why="the values of the replicas are slices of one array [R, ...]",
-            fix="yield elements of equal shapes; smaller ones are filled up by "
-            "dj.InputOptions(partial='pad') where all arrays have a common leading dimension",
-        )
+        f"the elements of one step (from element {first} on) need one structure and one shape "
+        "on all replicas",
+        got=got,
+        why="the values of the replicas are slices of one array [R, ...]",
+        fix="yield elements of equal shapes; smaller ones are filled up by "
+        "dj.InputOptions(partial='pad') where all arrays have a common leading dimension",
     )
 
 

@@ -209,10 +209,8 @@ def list_lowered(
 ) -> list[Collective]:
     """Returns the collectives of a lowered program, in text order.
 
-    Args:
-      lowered: the program.
-      merge_lines: for each emitted merge, the line of its `merge_call`.
-      sizes: name -> size of the axes of the mesh; empty: not to be told.
+    `merge_lines` has the line of the `merge_call` of each emitted merge; without the sizes of the
+    axes of the mesh, these are not told.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     callers = {
@@ -353,12 +351,8 @@ def merge_scope(index: int) -> str:
 def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[str]) -> str | None:
     """Returns "file:line (function)" of the user's innermost frame, or None.
 
-    If the merge function belongs to a library, the line is that of the `merge_call`.
-
-    Args:
-      frames: the call stack, innermost first.
-      names: the scopes that the operation was staged in, "a/b/c".
-      merge_lines: for each emitted merge, the line of its `merge_call`.
+    If the merge function belongs to a library, the line is that of the `merge_call`, found by
+    `names`: the scopes "a/b/c" that the operation was staged in.
     """
     own = list(itertools.takewhile(lambda f: not f.function.endswith(_MERGE_BOUNDARIES), frames))
     if len(own) == len(frames):
@@ -384,13 +378,10 @@ _AXES = re.compile(r"replica_group_mesh_axes<.*?axes = \[(.*?)\]>", re.DOTALL)
 
 
 def axes_of(groups: str, sizes: Mapping[str, int]) -> str:
-    """Returns the axes that groups of devices run over: "model", "replica, model", or "".
+    """Returns the axes that groups of devices run over: "model", "replica, model", or none of them.
 
-    Groups that are parts of those of an axis are "part of replica".
-
-    Args:
-      groups: as spelled after "replica_groups=", to the end of the line or further.
-      sizes: name -> size of the axes of the mesh, in order; empty: not known.
+    Groups that are parts of those of an axis are "part of replica". They are spelled as after
+    "replica_groups=", to the end of the line or further.
     """
     named = _AXES.search(groups)
     if not sizes or (named and "sub_axis" not in named[1]):

@@ -36,6 +36,7 @@ from distjax._src.lint.between_runs import is_own, recall
 from distjax._src.objects.stateful import written_names
 from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
+from distjax._src.pmap import MappedFunction
 from distjax._src.program.jit import (
     CompiledFunction,
     CompiledProgram,
@@ -57,12 +58,11 @@ from distjax._src.replica.arguments import (
 )
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.trace import TracedRun
-from distjax._src.strategies.pmap import MappedFunction
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
-from distjax.errors import ContextError, UnsupportedError, message
+from distjax.errors import ContextError, UnsupportedError
 
 #: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]
@@ -156,15 +156,10 @@ def lower_step(
     notes: Notes,
     method: str,
 ) -> LoweredProgram:
-    """Traces a step again and returns it lowered; `notes` records what is proved.
+    """Traces a step again and returns it lowered; `notes` hears what the traces prove.
 
-    Args:
-      fn: as for `explain`.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      strategy: the strategy whose replicas run ``fn``; None: it is cross-replica code.
-      notes: hears what the traces prove.
-      method: the public function that the user called, for errors.
+    Without a strategy, whose replicas run it, ``fn`` is cross-replica code. `method` is the public
+    function that the user called, for errors.
     """
     require_outside_traces(method)
     require_callable(fn, method)
@@ -206,13 +201,11 @@ def require_compiling(strategy: Strategy | None, method: str) -> None:
     if strategy is None or strategy.extended.compiles:
         return
     raise UnsupportedError(
-        message(
-            f"dj.{method} needs a strategy that compiles its steps",
-            got=f"strategy={strategy!r}",
-            why="the reference interpreter runs replicas as threads, and traces nothing",
-            fix=f"dj.{method}(step, *args, strategy=dj.VirtualStrategy"
-            f"({strategy.num_replicas_in_sync}))",
-        )
+        f"dj.{method} needs a strategy that compiles its steps",
+        got=f"strategy={strategy!r}",
+        why="the reference interpreter runs replicas as threads, and traces nothing",
+        fix=f"dj.{method}(step, *args, strategy=dj.VirtualStrategy"
+        f"({strategy.num_replicas_in_sync}))",
     )
 
 
@@ -220,12 +213,10 @@ def require_outside_traces(method: str) -> None:
     if frames.current().state is None and not jax_compat.tracing():
         return
     raise ContextError(
-        message(
-            f"dj.{method} needs to be called outside of run, dj.jit and other traces",
-            got=f"a call inside a trace, in {frames.current().name}",
-            why="it traces the step itself",
-            fix=f"dj.{method}(step, x) where you would call step(x)",
-        )
+        f"dj.{method} needs to be called outside of run, dj.jit and other traces",
+        got=f"a call inside a trace, in {frames.current().name}",
+        why="it traces the step itself",
+        fix=f"dj.{method}(step, x) where you would call step(x)",
     )
 
 
@@ -322,10 +313,8 @@ _PARTS = ("argument", "output", "temp", "alias")
 class Notes:
     """What `dj.explain` and `dj.check` hear of a trace.
 
-    Duplicates are recorded once, since JAX traces some bodies more than once.
-
-    Args:
-      collects_findings: whether findings are only recorded instead of raised or warned about.
+    Duplicates are recorded once, since JAX traces some bodies more than once. If it
+    `collects_findings`, they are only recorded instead of raised or warned about.
     """
 
     def __init__(self, collects_findings: bool = False) -> None:

@@ -68,12 +68,10 @@ def _array_of(x: PyTree) -> jax.Array:
     is_traced = isinstance(x, Variable) and frames.current().state is not None
     if is_traced or isinstance(array, jax_compat.Tracer):
         raise ContextError(
-            message(
-                "visualize needs a value that exists",
-                got=f"a traced value, in {frames.current().name}",
-                why="where it will live is decided when the program is compiled",
-                fix="return it, and visualize the result; or jax.debug.inspect_array_sharding",
-            )
+            "visualize needs a value that exists",
+            got=f"a traced value, in {frames.current().name}",
+            why="where it will live is decided when the program is compiled",
+            fix="return it, and visualize the result; or jax.debug.inspect_array_sharding",
         )
     if not isinstance(array, jax.Array):
         raise TypeError(

@@ -59,7 +59,7 @@ from distjax._src.replica.contexts import ReplicaContext
 from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.description import VariableDescription, describe_stored
 from distjax._src.variables.layouts import Layout, StackedLayout, in_force
-from distjax.errors import UnsupportedError, message
+from distjax.errors import UnsupportedError
 
 # -- saved state --------------------------------------------------------------
 # The state of NNX objects, saved before a trace and restored after it.
@@ -69,12 +69,7 @@ from distjax.errors import UnsupportedError, message
 
 
 class SavedState:
-    """A snapshot of the current state of objects.
-
-    Args:
-      nodes: modules; their attributes are saved, and the strategy that they were placed for.
-      variables: their variables; their values, metadata and trace marks are saved.
-    """
+    """A snapshot: modules' attributes and strategies; variables' values, metadata, trace marks."""
 
     def __init__(self, nodes: Sequence[Any], variables: Sequence[nnx.Variable[Any]]):
         self._attributes = [(vars(node), dict(vars(node))) for node in nodes]
@@ -103,14 +98,7 @@ def set_in_trace(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str,
 
 
 class SplitNNX:
-    """The NNX objects of a call; implements `distjax._src.objects.stateful.SplitObjects`.
-
-    Args:
-      objects: the objects.
-      plan: their static part.
-      graph: their graph, with their variables and bare arrays in the order of the plan.
-      leaves: their arrays and PerReplicas, as stored.
-    """
+    """The NNX objects of a call; implements `distjax._src.objects.stateful.SplitObjects`."""
 
     def __init__(self, objects: Sequence[Any], plan: Plan, graph: FlatGraph, leaves: list[Any]):
         self.plan, self.leaves, self.owners = plan, leaves, plan.owners
@@ -366,13 +354,11 @@ def _require_held(plan: Plan, held: Sequence[Any], values: Sequence[Any]) -> Non
     for entry, now, value in zip(plan.entries, held, values, strict=True):
         if now is not value:
             raise UnsupportedError(
-                message(
-                    f"{entry.path} needs to be a variable to be taken into a program",
-                    got="an array in a node that is no nnx.Module",
-                    why="a program gives the objects the values of its trace, and only Flax's "
-                    "own classes say where they hold them",
-                    fix="nnx.Variable(array) in its place, or an nnx.Module around it",
-                )
+                f"{entry.path} needs to be a variable to be taken into a program",
+                got="an array in a node that is no nnx.Module",
+                why="a program gives the objects the values of its trace, and only Flax's "
+                "own classes say where they hold them",
+                fix="nnx.Variable(array) in its place, or an nnx.Module around it",
             )
 
 

@@ -238,12 +238,10 @@ def _require_movable(objects: Sequence[Any], strategy: StrategyLike) -> None:
             if is_per_replica(leaf) and leaf.topology is not topology:
                 kind = type(variable).__name__
                 raise LocalityError(
-                    message(
-                        f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
-                        got=f"a {kind} with a value for each replica of {leaf.topology!r}",
-                        why="another strategy has other replicas, or another number of them",
-                        fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
-                    )
+                    f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
+                    got=f"a {kind} with a value for each replica of {leaf.topology!r}",
+                    why="another strategy has other replicas, or another number of them",
+                    fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
                 )
 
 
@@ -355,12 +353,10 @@ def _require_scope(name: str) -> ExtendedLike:
     if frame.has_strategy:
         return frame.strategy.extended
     raise ContextError(
-        message(
-            f"{name} needs the scope of the strategy that runs the step",
-            got="a call with no active strategy",
-            why="a row belongs to a replica, and the strategy says how many there are and where",
-            fix=f"with strategy.scope(): state = dj.flax.{name}(state)",
-        )
+        f"{name} needs the scope of the strategy that runs the step",
+        got="a call with no active strategy",
+        why="a row belongs to a replica, and the strategy says how many there are and where",
+        fix=f"with strategy.scope(): state = dj.flax.{name}(state)",
     )
 
 

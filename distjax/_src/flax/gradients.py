@@ -199,14 +199,12 @@ def _require_equal(kwargs: dict[str, PyTree]) -> None:
     for name, value in kwargs.items():
         if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
             raise LocalityError(
-                message(
-                    f"apply_gradients needs {name} to be equal on every replica",
-                    got=f"{name}={describe_value(value)}, which differs per replica",
-                    why="one update is made of the reduced gradients, and the state that it makes "
-                    f"of {name} is one for all replicas",
-                    fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name}) in a replica "
-                    f"context; {name}=strategy.reduce('mean', {name}) outside",
-                )
+                f"apply_gradients needs {name} to be equal on every replica",
+                got=f"{name}={describe_value(value)}, which differs per replica",
+                why="one update is made of the reduced gradients, and the state that it makes "
+                f"of {name} is one for all replicas",
+                fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name}) in a replica "
+                f"context; {name}=strategy.reduce('mean', {name}) outside",
             )
 
 
@@ -261,13 +259,11 @@ class _Update:
             return
         name = type(self._optimizer).__name__
         raise UnsupportedError(
-            message(
-                f"apply_gradients needs the update of nnx.Optimizer, not that of {name}",
-                got=f"{name}.update, and parameters or moments that are split over the replicas",
-                why="its code sees one replica's gradients, and each replica holds different rows",
-                fix="put what it does into the optax chain; or a strategy that splits nothing, "
-                "dj.MirroredStrategy()",
-            )
+            f"apply_gradients needs the update of nnx.Optimizer, not that of {name}",
+            got=f"{name}.update, and parameters or moments that are split over the replicas",
+            why="its code sees one replica's gradients, and each replica holds different rows",
+            fix="put what it does into the optax chain; or a strategy that splits nothing, "
+            "dj.MirroredStrategy()",
         )
 
     def __call__(
@@ -323,15 +319,9 @@ def _reduce_gradients(
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them.
 
-    Those that are equal on all replicas already, and not to be split, need no communication.
-
-    Args:
-      extended: the strategy.
-      op: SUM or MEAN.
-      grads: whole gradients, or the replicas' shards of a sum that is already reduced.
-      params: the parameters, in the global view.
-      own_forms: per parameter, the form that it was gathered from; None: it is whole.
-      specs: per parameter, what it splits within a replica.
+    Those that are equal on all replicas already, and not to be split, need no communication. They
+    are whole, or the replicas' shards of a sum that is already reduced. `own_forms` has the form
+    that each parameter was gathered from, `specs` what it splits within a replica.
     """
     topology = extended.topology
     values = list(map(from_user_value, grads))
@@ -458,12 +448,10 @@ def _changed_graph_text(layer: PyTree) -> str:
 def _require_stack(layers: PyTree, values: Sequence[Any]) -> None:
     if any(map(is_per_replica, values)):
         raise LocalityError(
-            message(
-                f"scan_layers needs one value of each variable of {type(layers).__name__}",
-                got="a variable that holds a PerReplica, a value for each replica",
-                why="a layer would be given the values of all replicas",
-                fix="call it in the function given to strategy.run, where each replica has its own",
-            )
+            f"scan_layers needs one value of each variable of {type(layers).__name__}",
+            got="a variable that holds a PerReplica, a value for each replica",
+            why="a layer would be given the values of all replicas",
+            fix="call it in the function given to strategy.run, where each replica has its own",
         )
     lengths = {x.shape[0] if getattr(x, "ndim", 0) else None for x in values}
     if len(lengths) == 1 and None not in lengths:

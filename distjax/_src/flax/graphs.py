@@ -98,19 +98,11 @@ def note_met(nodes: Sequence[Any]) -> None:
 
 
 def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bool) -> None:
-    """Records that all modules in `objects` are placed for `strategy`.
+    """Records that all modules in `objects` are placed for `strategy`; or raises, and records none.
 
     Those that were placed for an equal strategy, as by a notebook cell that has run again, become
-    modules of this one.
-
-    Args:
-      objects: NNX objects.
-      strategy: the strategy.
-      is_known: whether their graph, as it is now, was used under `strategy` before: then the
-        records of the objects themselves speak for all modules in them. (Variables have none.)
-
-    Raises:
-      StrategyMismatchError: one was placed for a strategy that is not equal; nothing is recorded.
+    modules of this one. If the graph `is_known`, as it is now, under `strategy`, the records of the
+    objects themselves speak for all modules in them. (Variables have none.)
     """
     own = [node for node in objects if isinstance(node, nnx.Pytree)]
     if (is_known or not own) and all(strategy_of(node) is strategy for node in own):
@@ -180,17 +172,14 @@ def _other_strategy_text(node: object, owner: StrategyLike | None, strategy: Str
 
 
 class FlatGraph:
-    """The result of `nnx.graph.flatten` for some objects.
+    """The result of `nnx.graph.flatten` for some objects, in graph order.
 
-    Variables alone, as those of an `nnx.State`, are new objects at each call and no graph is
-    cached for them: theirs is only built if it is asked for.
+    Variables alone, as those of an `nnx.State`, are new objects at each call and no graph is cached
+    for them: theirs is only built if it is asked for.
 
     Attributes:
       key: equal for equal graphs; hashable if their metadata are.
-      graphdef: their graph.
-      paths: the path of each variable.
-      variables: their variables and bare arrays, in graph order.
-      has_modules: whether there are other objects than variables.
+      variables: their variables and bare arrays.
       last_lookup: the key and the result of the last plan lookup with this graph.
     """
 
@@ -261,15 +250,11 @@ def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerp
 
 
 class _GraphFingerprint:
-    """Detects whether a graph has changed.
+    """Detects whether a graph has changed. It holds the modules weakly: the cache keeps none alive.
 
-    It has not if each module has the same attributes, each the same object; mutable values
-    (a dict, the state of an optimizer) hold the same parts; and the metadata and the hashes
-    of static values are equal.
-
-    Args:
-      nodes: the modules of the graph; held weakly, so that the cache does not keep them alive.
-      variables: its variables.
+    It has not if each module has the same attributes, each the same object; mutable values (a dict,
+    the state of an optimizer) hold the same parts; and the metadata and the hashes of static values
+    are equal.
     """
 
     def __init__(self, nodes: Sequence[Any], variables: Sequence[Any]):
@@ -351,11 +336,7 @@ class _Attribute(NamedTuple):
 
 
 def require_hashable(objects: Sequence[Any]) -> None:
-    """Raises for static attributes or metadata that cannot be part of a program's key.
-
-    Raises:
-      TypeError: an unhashable value, such as a list, a dict or a set.
-    """
+    """Raises for static attributes or metadata that cannot be part of a program's key."""
     for owner, name, value in _static_attributes(objects):
         _require_hashable(
             f"{owner}.{name} needs a static value that is hashable",
@@ -386,23 +367,17 @@ def _require_hashable(needs: str, value: object, **texts: str) -> None:
 
 
 def require_no_traced_values(objects: Sequence[Any]) -> None:
-    """Raises for a static attribute that a step has set to a traced array.
-
-    Raises:
-      TraceLeakError: a tracer, which has no value outside the trace.
-    """
+    """Raises for a static attribute that a step has set to a traced array."""
     for attribute in _static_attributes(objects):
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):
             raise TraceLeakError(
-                message(
-                    f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
-                    "that a step computes",
-                    got="an array set as a new attribute of the module",
-                    why="inside a trace Flax keeps a new attribute as static, and an array of a "
-                    "trace has no value when the step has run",
-                    fix=f"self.{attribute.name} = nnx.Variable(jnp.zeros(...)) in __init__, and "
-                    f"model.{attribute.name}[...] = ... in the step",
-                )
+                f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
+                "that a step computes",
+                got="an array set as a new attribute of the module",
+                why="inside a trace Flax keeps a new attribute as static, and an array of a "
+                "trace has no value when the step has run",
+                fix=f"self.{attribute.name} = nnx.Variable(jnp.zeros(...)) in __init__, and "
+                f"model.{attribute.name}[...] = ... in the step",
             )
 
 
@@ -554,41 +529,34 @@ def _frames(error: Exception) -> list[FrameType]:
 
 def _in_merge(node: PyTree) -> TraceLeakError:
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
-            got="a write in a merge function",
-            why="a merge function is traced apart from the step, and only what it returns and the "
-            "dj.Variables that it writes come back to the step",
-            fix="reduce in the merge function, return the result, and change the object after "
-            "merge_call: optimizer.update(model, ctx.merge_call(reduce_grads, args=(grads,)))",
-        )
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a write in a merge function",
+        why="a merge function is traced apart from the step, and only what it returns and the "
+        "dj.Variables that it writes come back to the step",
+        fix="reduce in the merge function, return the result, and change the object after "
+        "merge_call: optimizer.update(model, ctx.merge_call(reduce_grads, args=(grads,)))",
     )
 
 
 def _in_inner_trace(node: PyTree) -> TraceLeakError:
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
-            got="a write in the body of a scan, a branch or another function that JAX traces by "
-            "itself",
-            why="the body is traced once, apart from the step, and JAX knows nothing of the "
-            "object: what it writes is neither a carry nor a result",
-            fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
-            "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
-            "nnx.state as a carry or result, and nnx.update(model, state) after",
-        )
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a write in the body of a scan, a branch or another function that JAX traces by itself",
+        why="the body is traced once, apart from the step, and JAX knows nothing of the "
+        "object: what it writes is neither a carry nor a result",
+        fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
+        "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
+        "nnx.state as a carry or result, and nnx.update(model, state) after",
     )
 
 
 def not_found(node: PyTree) -> TraceLeakError:
     """Returns the error for an object that a step uses but distjax did not find."""
     return TraceLeakError(
-        message(
-            f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "
-            "where distjax can see it",
-            got="one that was found neither among the arguments nor in what the function refers to",
-            why="distjax searches arguments, closures, globals that the code names and attributes "
-            f"of your objects, {MAX_DEPTH} deep; what it does not find it cannot write back",
-            fix="pass the object: strategy.run(step, args=(model, batch))",
-        )
+        f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "
+        "where distjax can see it",
+        got="one that was found neither among the arguments nor in what the function refers to",
+        why="distjax searches arguments, closures, globals that the code names and attributes "
+        f"of your objects, {MAX_DEPTH} deep; what it does not find it cannot write back",
+        fix="pass the object: strategy.run(step, args=(model, batch))",
     )

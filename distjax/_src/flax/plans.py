@@ -58,7 +58,7 @@ from distjax._src.variables.layouts import (
     found_layout,
     layout_by,
 )
-from distjax.errors import UnsupportedError, message
+from distjax.errors import UnsupportedError
 
 # -- layouts ------------------------------------------------------------------
 # Where the arrays of Flax variables live between steps, by strategy and variable type.
@@ -97,13 +97,7 @@ class _Parameter:
 
 
 def gradient_form(extended: StrategyExtended, parameter: jax.Array, spec: Spec) -> LocalForm:
-    """Returns the local form of a gradient that is reduced to a parameter.
-
-    Args:
-      extended: that of the strategy.
-      parameter: the value of the parameter.
-      spec: what the parameter splits within a replica.
-    """
+    """Returns the local form of a gradient that is reduced to a parameter of this spec."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, layout_by(extended.placement, shape, dtype, None, spec))
     return extended.placement.reduction_layout(target).unencoded(shape).local_form
@@ -114,13 +108,7 @@ def place_arrays(
 ) -> list[Any]:
     """Moves arrays to where they live; returns those already there unchanged. Not for traces.
 
-    Args:
-      values: the arrays of objects.
-      layouts: where each lives; None: anywhere.
-      paths: their names as users write them, such as "Model.linear.kernel".
-
-    Raises:
-      AgreementError: objects that span processes differ between them at their first use.
+    Objects that span processes are compared at their first use.
     """
     pairs = list(zip(values, layouts, strict=True))
     if job() is not None:
@@ -195,15 +183,10 @@ BARE = "array"  #: the kind of an array that is an attribute by itself, in no va
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """The static part of one variable (or bare array) of the objects.
+    """The static part of one variable of the objects; of a bare array, the kind is `BARE`.
 
-    Attributes:
-      path: its path as users write it, such as "Model.linear.kernel".
-      kind: the name of the variable's type, or `BARE`.
-      rule: how the replicas' writes become its value.
-      layouts: where each of its arrays lives; None: anywhere.
-      treedef: the structure of its value, usually a single array.
-      metric: the number of the metric that it belongs to and its name there, or None.
+    `layouts` says where each of its arrays lives (None: anywhere); `metric` is the number of the
+    metric that it belongs to and its name there.
     """
 
     path: str
@@ -216,14 +199,11 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The static part of flattened objects; compares by identity.
+    """The static part of flattened objects, in graph order; compares by identity.
 
-    Attributes:
-      graphdef: their graph.
-      entries: their variables, in graph order.
-      owners: for each leaf, the number of the object in which it was first found.
-      metrics: for each metric, its class and how its parts are combined (None: not registered).
-      strategy: a weak reference to the strategy they live under, or None.
+    `owners` has for each leaf the number of the object in which it was first found, `metrics` for
+    each metric its class and how its parts are combined (None: not registered). `strategy` is a
+    weak reference, or None.
     """
 
     graphdef: Any
@@ -270,16 +250,8 @@ def flatten_objects(
 ) -> tuple[Plan, FlatGraph, list[Any]]:
     """Places objects for `strategy`; returns their plan, their graph and their arrays.
 
-    Args:
-      objects: NNX objects.
-      strategy: the strategy they are used under; None: the one they were placed for.
-      is_in_program: whether a trace meets them, whose call has found them.
-
-    Raises:
-      StrategyMismatchError: they were placed for another strategy.
-      TraceLeakError: inside a program, an object that its call did not find.
-      TypeError: an unhashable static attribute or metadata.
-      UnsupportedError: a variable that holds a `jax.Ref`.
+    Without one, they stay with that which they were placed for. If they are met `is_in_program`, a
+    trace meets them, whose call has found them.
     """
     if is_in_program:
         graph = FlatGraph(objects)
@@ -335,21 +307,15 @@ def _require_in_trace(variables: Sequence[Any]) -> None:
 
 
 def raw_value(variable: PyTree) -> Any:
-    """Returns the value that a variable holds, bypassing its hooks; a bare array as it is.
-
-    Raises:
-      UnsupportedError: the variable holds a `jax.Ref`.
-    """
+    """Returns the value that a variable holds, bypassing its hooks; a bare array as it is."""
     if not is_variable(variable):
         return variable
     if variable.ref or variable.hijax:
         raise UnsupportedError(
-            message(
-                f"{type(variable).__name__} needs to hold an array to be taken into a program",
-                got="a variable made with ref=True or hijax=True",
-                why="a reference cannot be split over replicas and written back",
-                fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
-            )
+            f"{type(variable).__name__} needs to hold an array to be taken into a program",
+            got="a variable made with ref=True or hijax=True",
+            why="a reference cannot be split over replicas and written back",
+            fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
         )
     return variable.get_raw_value()
 

@@ -169,16 +169,13 @@ SUM = "sum"
 
 
 def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the count, mean and m2 of all samples, given those of R groups.
+    """Returns the count, mean and m2 of all samples, given those of R groups, each [R].
 
-    With n = sum n_r: mean = sum(n_r mean_r) / n and
-    m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2); all zero where n is zero.
+    With n = sum n_r: mean = sum(n_r mean_r) / n and m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2);
+    all zero where n is zero.
 
-    Args:
-      parts: "count", "mean" and "m2", each [R].
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-      computing sample variances", 1979.
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+      sample variances", 1979.
     """
     count, mean, m2 = parts["count"], parts["mean"], parts["m2"]
     total = jnp.sum(count)
@@ -261,22 +258,18 @@ def refuse(path: str, metric: str | None) -> NoReturn:
     """
     if metric is None:
         raise LocalityError(
-            message(
-                f"{path} needs to be state of a metric that was made before the step",
-                got="values that differ per replica, in an nnx.metrics.MetricState",
-                why="the class of the metric says how the replicas' parts become one",
-                fix="metrics = nnx.MultiMetric(...) before the step, and the metrics themselves, "
-                "not their nnx.state, as an argument of it",
-            )
+            f"{path} needs to be state of a metric that was made before the step",
+            got="values that differ per replica, in an nnx.metrics.MetricState",
+            why="the class of the metric says how the replicas' parts become one",
+            fix="metrics = nnx.MultiMetric(...) before the step, and the metrics themselves, "
+            "not their nnx.state, as an argument of it",
         )
     raise LocalityError(
-        message(
-            f"{path} needs a rule that makes one value of what the replicas wrote",
-            got=f"values that differ per replica, and no rule for {metric}",
-            why="the sum, the mean or the largest of the replicas' states may be meant",
-            fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
-            "the parts in place of the sum",
-        )
+        f"{path} needs a rule that makes one value of what the replicas wrote",
+        got=f"values that differ per replica, and no rule for {metric}",
+        why="the sum, the mean or the largest of the replicas' states may be meant",
+        fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
+        "the parts in place of the sum",
     )
 
 

@@ -41,9 +41,6 @@ def spec_of_variable(
 
     State of an optimizer has the metadata of its parameter, if perhaps another shape: then it is
     left to the program.
-
-    Raises:
-      ValueError: the metadata name other axes, or do not fit the shape.
     """
     if not topology.model_axes or not isinstance(variable, nnx.Variable):
         return None
@@ -60,15 +57,9 @@ def spec_of_variable(
 
 
 def write(objects: Sequence[Any], rules: Rules | None, topology: Topology | None) -> None:
-    """Writes what rules by path say to the variables of objects.
+    """Writes what rules by path say to the variables of objects; or raises, and writes nothing.
 
-    Args:
-      objects: NNX objects.
-      rules: pattern -> spec; None for no rules.
-      topology: the replicas; None: not known, so that nothing is checked.
-
-    Raises:
-      TypeError, ValueError: see `place`. Nothing is written then.
+    Without a topology nothing is checked.
     """
     if not rules:
         return
@@ -103,10 +94,8 @@ def _unused_text(pattern: str, paths: Sequence[str]) -> str:
 def learn(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Writes to variables that are new to a strategy what only this moment tells of them.
 
-    That is the logical axis rules in force, and how arrays without metadata are split.
-
-    Warns:
-      LocalityWarning: an array is split over axes that the strategy does not have.
+    That is the logical axis rules in force, and how arrays without metadata are split. Warns of an
+    array that is split over axes that the strategy does not have.
     """
     modules = [x for x in objects if isinstance(x, nnx.Pytree)]
     if jax_compat.tracing() or all(strategy_of(x) is strategy for x in modules):

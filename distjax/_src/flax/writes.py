@@ -60,11 +60,8 @@ class Outcome:
 class _Leaf(NamedTuple):
     """One array of a variable that was written.
 
-    Attributes:
-      where: the number of the variable, and of the array in it.
-      value: in the global view; a PerReplica where replicas may differ.
-      entry: the static part of the variable.
-      layout: where it lives; None: anywhere.
+    `where` has the number of the variable, and of the array in it; the value is in the global view,
+    a PerReplica where replicas may differ. Without a layout it lives anywhere.
     """
 
     where: tuple[int, int]
@@ -78,19 +75,11 @@ def combine_writes(
 ) -> dict[int, list[Any]]:
     """Returns the leaves of variables at the end of a step in stored form, by number.
 
-    A key that each replica set differently is left out: it stays as it was.
+    A key that each replica set differently is left out: it stays as it was. Without a strategy,
+    whose replicas wrote, global-view code did.
 
-    Args:
-      plan: the static part of the objects at the start.
-      outcome: their static part at the end.
-      finals: variable -> its leaves in the global view.
-      strategy: the strategy whose replicas wrote; None if global-view code did.
-
-    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics
-      whose parts a function combines.
-
-    Raises:
-      LocalityError: replicas wrote different values where the rule requires equal ones.
+    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics whose
+      parts a function combines.
     """
     if strategy is None and plan.live_strategy is None:
         return dict(finals)
@@ -202,13 +191,11 @@ def _require_origin(outcome: Outcome, entry: Entry) -> None:
     if not _is_new(outcome, entry):
         return
     raise LocalityError(
-        message(
-            f"{entry.path} needs a key that is equal on every replica",
-            got="a random stream made in the step, with a different seed on each replica",
-            why="a stream has one key between steps; in a step each replica draws from that "
-            "key folded with its number",
-            fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
-        )
+        f"{entry.path} needs a key that is equal on every replica",
+        got="a random stream made in the step, with a different seed on each replica",
+        why="a stream has one key between steps; in a step each replica draws from that "
+        "key folded with its number",
+        fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
     )
 
 
@@ -222,69 +209,56 @@ def _refuse(entry: Entry, plan: Plan, is_new: bool) -> NoReturn:
     if entry.rule == rules.METRIC:
         metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
         refuse(entry.path, metric)
-    if entry.kind == BARE:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs to be a variable, whose type has a rule",
-                got="an array as an attribute, that each replica set differently",
-                why="their mean, or a value for each replica may be meant",
-                fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
-            )
+    raise LocalityError(_refusal_text(entry, is_new))
+
+
+def _refusal_text(entry: Entry, is_new: bool) -> str:
+    kind = entry.kind
+    if kind == BARE:
+        return message(
+            f"{entry.path} needs to be a variable, whose type has a rule",
+            got="an array as an attribute, that each replica set differently",
+            why="their mean, or a value for each replica may be meant",
+            fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
         )
     if entry.rule == rules.NONE:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs a rule that makes one value of what the replicas wrote",
-                got=f"values that differ per replica, and no rule for {entry.kind}",
-                why="their mean, or a value for each replica may be meant",
-                fix=f'dj.flax.set_rule({entry.kind}, "mean"), or "per_replica"',
-            )
+        return message(
+            f"{entry.path} needs a rule that makes one value of what the replicas wrote",
+            got=f"values that differ per replica, and no rule for {kind}",
+            why="their mean, or a value for each replica may be meant",
+            fix=f'dj.flax.set_rule({kind}, "mean"), or "per_replica"',
         )
     if entry.rule == rules.MEAN:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs floating-point numbers, of which there is a mean",
-                got=f"a {entry.kind} of integers or bools that each replica wrote differently",
-                why="its rule is the mean of what the replicas wrote, and integers have none",
-                fix="write what is equal on every replica: dj.get_replica_context().all_reduce("
-                f"'sum', count); or give it a float dtype, or dj.flax.set_rule({entry.kind}, "
-                '"per_replica")',
-            )
+        return message(
+            f"{entry.path} needs floating-point numbers, of which there is a mean",
+            got=f"a {kind} of integers or bools that each replica wrote differently",
+            why="its rule is the mean of what the replicas wrote, and integers have none",
+            fix="write what is equal on every replica: dj.get_replica_context().all_reduce('sum', "
+            f'count); or give it a float dtype, or dj.flax.set_rule({kind}, "per_replica")',
         )
-    if entry.kind == nnx.RngCount.__name__:
-        raise LocalityError(
-            message(
-                f"{entry.path} needs to count equally many draws on every replica",
-                got="a random stream that some replicas drew from more often than others",
-                why="a stream has one count between steps; this one is drawn from in a branch or "
-                "a loop whose predicate differs per replica",
-                fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
-            )
+    if kind == nnx.RngCount.__name__:
+        return message(
+            f"{entry.path} needs to count equally many draws on every replica",
+            got="a random stream that some replicas drew from more often than others",
+            why="a stream has one count between steps; this one is drawn from in a branch or "
+            "a loop whose predicate differs per replica",
+            fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
         )
-    _refuse_unequal(entry, is_new)
-
-
-def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
-    """Raises for a variable whose rule is that all replicas write the same value."""
     expected = f"{entry.path} needs a value that is equal on every replica"
     if is_new:
-        raise LocalityError(
-            message(
-                expected,
-                got=f"a new {entry.kind}, which each replica gave another value",
-                why="each replica draws its own random numbers, and sees its own part of the batch",
-                fix="make it before the step; or draw it from a stream named params, "
-                "nnx.Rngs(params=0), which is the same on all replicas",
-            )
-        )
-    raise LocalityError(
-        message(
+        return message(
             expected,
-            got=f"a {entry.kind} that each replica wrote differently",
-            why="a missing all_reduce makes every replica train a model of its own",
-            fix=f"{_REDUCED_FIX}; or, where it is meant, in place of dj.expect: "
-            f'dj.flax.set_rule({entry.kind}, "per_replica")',
+            got=f"a new {kind}, which each replica gave another value",
+            why="each replica draws its own random numbers, and sees its own part of the batch",
+            fix="make it before the step; or draw it from a stream named params, "
+            "nnx.Rngs(params=0), which is the same on all replicas",
         )
+    return message(
+        expected,
+        got=f"a {kind} that each replica wrote differently",
+        why="a missing all_reduce makes every replica train a model of its own",
+        fix=f"{_REDUCED_FIX}; or, where it is meant, in place of dj.expect: "
+        f'dj.flax.set_rule({kind}, "per_replica")',
     )
 
 

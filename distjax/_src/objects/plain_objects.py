@@ -34,13 +34,7 @@ _NUMBERS = (int, float, complex)
 
 
 class _Argument(NamedTuple):
-    """A Python object among the arguments.
-
-    Attributes:
-      name: the user's name of it.
-      static: the object, as part of the program.
-      held: the arrays that it held before the trace, by their names.
-    """
+    """A Python object among the arguments, and the arrays that it held before the trace."""
 
     name: str
     static: Static
@@ -50,15 +44,9 @@ class _Argument(NamedTuple):
 class Surroundings:
     """What a function can see and change without returning it, as it was before its trace.
 
-    Args:
-      fn: the function.
-      is_stateful: returns whether a value is an object that a program takes apart. Such objects
-        are as before when the program has been traced; one that is new may hold traced values.
-      call: (args, kwargs); objects among them are Static.
-      names: names of the positional arguments.
-
-    Attributes:
-      inner: those of functions that it runs in its trace.
+    Objects that are stateful are taken apart by a program, and are as before when it has been
+    traced; one that is new may hold traced values. `inner` are the surroundings of functions that
+    it runs in its trace.
     """
 
     def __init__(
@@ -94,15 +82,7 @@ class Surroundings:
             _this_thread.current = outer
 
     def require_inputs(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> None:
-        """Raises if the trace read an array of an object that the user did not mark as static.
-
-        Args:
-          jaxpr: the trace.
-          consts: its constants.
-
-        Raises:
-          ValueError: it did.
-        """
+        """Raises if the trace read an array of an object that the user did not mark as static."""
         implied = [each for each in self._arguments if each.static.is_implied and each.held]
         if not implied:
             return
@@ -116,13 +96,8 @@ class Surroundings:
         """Raises if the trace has left a traced value where it outlives the trace.
 
         In what the function captures, only one that takes the place of a value counts: a list that
-        traced values are appended to shows a trace to the user, as a debugger does.
-
-        Args:
-          results: the Python objects among the function's results.
-
-        Raises:
-          TraceLeakError: it has; or it has exchanged what it captures.
+        traced values are appended to shows a trace to the user, as a debugger does. `results` are
+        the Python objects among the function's results.
         """
         function = function_name(self._fn)
         self.require_in_place()

@@ -89,14 +89,10 @@ class Edge(NamedTuple):
 
 
 class Comparison:
-    """The Python function that follows references and compares.
+    """The Python function that follows references, from roots to targets, and compares.
 
-    Args:
-      values: all objects that were found.
-      roots: weak references to those that are not followed to.
-      targets: the numbers of those to be compared.
-      edges: the references that lead to them.
-      vacant: references to None, to be compared.
+    `roots` are weak references; `targets` the numbers of the values to be compared, and `vacant`
+    references to None, to be compared too.
     """
 
     def __init__(
@@ -223,8 +219,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, PerReplica)
 class Reached:
     """The references through which the traces of one program reached what they touched.
 
-    Attributes:
-      is_current: returns whether they lead to the same objects now; None: there are none.
+    `is_current` returns whether they lead to the same objects now; None: there are none.
     """
 
     def __init__(self) -> None:
@@ -241,12 +236,7 @@ class Reached:
         return self.is_current is None or self.is_current()
 
     def record(self, roots: Iterable[Any], touched: Iterable[Any]) -> None:
-        """Records one more trace.
-
-        Args:
-          roots: the function, and Python objects among its arguments.
-          touched: the variables that it read, wrote or made.
-        """
+        """Records one more trace: its function and Python objects, and the variables it touched."""
         for root in roots:
             parts = (
                 (root.__func__, root.__self__) if isinstance(root, types.MethodType) else (root,)
@@ -257,12 +247,7 @@ class Reached:
 
 
 class _Search:
-    """Finds the references from roots to what was touched.
-
-    Args:
-      roots: weak references to where the search begins.
-      touched: the variables to find.
-    """
+    """Finds the references from roots, which are held weakly, to the variables touched."""
 
     def __init__(self, roots: Sequence[Callable[[], Any]], touched: Iterable[Any]):
         self._touched = set(map(id, touched))

@@ -74,10 +74,7 @@ class ObjectLibrary(Protocol):
     ) -> SplitObjects:
         """Returns the objects of a call split into arrays, after placing them for `strategy`.
 
-        Args:
-          objects: the objects, without duplicates.
-          strategy: the strategy, or None.
-          is_in_program: whether a trace meets them, whose call has found them.
+        If that `is_in_program`, a trace meets them, whose call has found them.
         """
         ...
 
@@ -104,11 +101,9 @@ class SplitObjects(Protocol):
     def holding(
         self, leaves: Sequence[Any], context: ReplicaContext | None
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which the objects hold traced values; afterwards they are as before.
+        """A context in which the objects hold these values; afterwards they are as before.
 
-        Args:
-          leaves: the values that the objects hold meanwhile.
-          context: the replica context; None in the global view.
+        `context` is the replica context; None in the global view.
         """
         ...
 
@@ -128,10 +123,8 @@ class SplitObjects(Protocol):
     ) -> Any:
         """Returns the stored form of the leaves that were written, by number.
 
-        Args:
-          outcome: the static part of what `collect` returned.
-          finals: the leaves from `collect`, in the global view.
-          strategy: the strategy whose replicas wrote; None if global-view code did.
+        `outcome` and `finals`, in the global view, are from `collect`; without a strategy, whose
+        replicas wrote, global-view code did.
         """
         ...
 
@@ -195,12 +188,6 @@ class ResultTree:
     """The user's results, taken apart: the classes in them are called after the write-back.
 
     They are the user's code, which may raise, and the objects have to be written whole by then.
-
-    Args:
-      leaves: the leaves.
-      paths: of the leaves.
-      treedef: the user's tree.
-      has_objects: whether placeholders of objects are in it.
     """
 
     __slots__ = ("has_objects", "leaves", "paths", "treedef")
@@ -260,11 +247,10 @@ class ObjectKeywords:
     """The keyword arguments of a call with objects, plus what is in no argument.
 
     Attributes:
-      kwargs: the user's keyword arguments.
       captured: the leaves of objects that are only captured by the function.
       plan: the static part of the objects.
-      places: for each reference to an object in the function, the index of that object and
-        the place of the reference.
+      places: for each reference to an object in the function, the index of that object and the
+        place of the reference.
       kept: indices of leaves that are returned even if unchanged, because they are donated.
     """
 
@@ -301,20 +287,10 @@ one_at_a_time = threading.RLock()
 
 
 class StatefulArgs:
-    """The stateful objects that one call takes or captures.
+    """The stateful objects that one call takes or captures, those among the arguments first.
 
-    Args:
-      bridge: the bridge of their library.
-      objects: the objects, without duplicates; those among the arguments come first.
-      split: the objects, split into arrays.
-      captured: for each reference to an object in the function, the index of that object and
-        the place of the reference.
-      args: positional arguments.
-      kwargs: keyword arguments.
-      donated: indices of the positional arguments that are donated.
-
-    Attributes:
-      args, kwargs: the arguments with placeholders for the objects.
+    In `args` and `kwargs` placeholders stand for them. `captured` has, for each reference to an
+    object in the function, the index of that object and the place of the reference.
     """
 
     def __init__(

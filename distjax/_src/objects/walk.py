@@ -76,11 +76,7 @@ Place = Hashable
 def parts_of(value: PyTree, max_items: int = _MAX_ITEMS) -> Iterator[tuple[str, Any, Any]]:
     """Yields what `value` refers to: (kind of reference, key, part); runs no code of the user.
 
-    The kinds are those of `reached.ROADS`.
-
-    Args:
-      value: any object.
-      max_items: longer containers hold data, and are not looked into.
+    The kinds are those of `reached.ROADS`. Longer containers hold data, and are not looked into.
     """
     if isinstance(value, CONTAINERS):
         if len(value) <= max_items:
@@ -131,11 +127,7 @@ def _search(
 ) -> list[tuple[Any, Any]]:
     """Returns what is found below `roots`, and where, breadth first: `MAX_DEPTH` attributes deep.
 
-    Args:
-      roots: objects, each with its place.
-      is_found: returns whether a value is looked for; its parts are not.
-      enters: returns whether parts of a value may be.
-      extend: ``extend(place, kind, key)`` returns the place of a part.
+    What is found is not entered itself. ``extend(place, kind, key)`` returns the place of a part.
     """
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
@@ -156,12 +148,7 @@ def _search(
 
 
 def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[tuple[Any, Place]]:
-    """Returns the stateful objects that `roots` refer to and their places, one per reference.
-
-    Args:
-      roots: functions, and user objects among their arguments.
-      is_stateful: returns whether an object is stateful.
-    """
+    """Returns the stateful objects that `roots` refer to and their places, one per reference."""
     return _search(
         ((root, number) for number, root in enumerate(roots)), is_stateful, _may_refer, _step_below
     )
@@ -242,12 +229,6 @@ def find_arrays(
     """Returns the arrays that an object holds, by their names: "state.w"; and stateful objects.
 
     The first ones, breadth first, of an object that has very many parts.
-
-    Args:
-      value: the object.
-      name: its name.
-      kinds: the types that count as arrays.
-      is_stateful: whether a part of it is an object of a bridge, which counts as one array.
     """
     is_found = lambda value: isinstance(value, kinds) or is_stateful(value)
     return {name: part for part, name in _search([(value, name)], is_found, _holds, _name_below)}
@@ -280,11 +261,7 @@ def attributes_of(value: object) -> list[tuple[str, Any]]:
 def leak_text(function: str, path: str, tracer: jax.Array, *, is_in_object: bool = False) -> str:
     """Returns the error text for a traced value that a function has left at `path`.
 
-    Args:
-      function: the function's name.
-      path: where the value is; the object that holds it if `is_in_object`.
-      tracer: the value.
-      is_in_object: whether it is held by an object of a bridge that was not there before.
+    If it `is_in_object`, that is the path of an object of a bridge which was not there before.
     """
     fix = (
         f"pass the value and return the new one, or make it a variable: {path} = dj.Variable(...), "

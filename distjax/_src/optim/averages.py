@@ -15,7 +15,7 @@ from distjax._src.program.jit import jit
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.variable import Variable
-from distjax.errors import ContextError, describe_value, message, require
+from distjax.errors import ContextError, describe_value, require
 
 
 class ExponentialMovingAverage:
@@ -185,10 +185,8 @@ class ExponentialMovingAverage:
         if self._tree is not None:
             return
         raise ContextError(
-            message(
-                f"{what} needs a moving average that has its variables",
-                got="one whose init was not called",
-                why="init makes the averages, beside the variables",
-                fix="ema.init(variables), once, before the first step",
-            )
+            f"{what} needs a moving average that has its variables",
+            got="one whose init was not called",
+            why="init makes the averages, beside the variables",
+            fix="ema.init(variables), once, before the first step",
         )

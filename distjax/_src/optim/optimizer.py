@@ -46,26 +46,19 @@ from distjax.errors import (
 class Accumulation:
     """Averages gradients over k steps.
 
-    Each replica sums its own gradients in sync-on-read variables, which needs no
-    communication. The counter is equal on every replica, so all replicas take the
-    branch that communicates in the same step. Strategies that split gradients (ZeRO 2
-    and 3) have no room for a whole one per replica: they reduce at each step, and the
-    sum is kept split, beside its variable. A parameter server, which keeps one sum for
-    all, also reduces at each step.
+    Each replica sums its own gradients in sync-on-read variables, which needs no communication. The
+    counter is equal on every replica, so all replicas take the branch that communicates in the same
+    step. Strategies that split gradients (ZeRO 2 and 3) have no room for a whole one per replica:
+    they reduce at each step, and the sum is kept split, beside its variable. A parameter server,
+    which keeps one sum for all, also reduces at each step.
 
-    Sums of float16 would overflow, and sums of bfloat16 stagnate: floats are summed in
-    float32 or wider. The mean has the dtype of the gradient.
+    Sums of float16 would overflow, and sums of bfloat16 stagnate: floats are summed in float32 or
+    wider. The mean has the dtype of the gradient. If they are `weighted`, gradients come multiplied
+    by weights, whose sum is kept beside theirs.
 
-    Args:
-      extended: the strategy.
-      variables: the variables to optimize.
-      num_steps: k, the number of gradients per update.
-      op: how the replicas' gradients are reduced. A checkpoint holds the reduced sum, so it can be
-        restored with another number of replicas, or where each step reduces, but not with another
-        `op`. With a smaller k it may hold k gradients or more: the next step completes them.
-      weighted: whether gradients come multiplied by weights, whose sum is kept beside theirs.
-
-    Context: a distjax trace.
+    A checkpoint holds the reduced sum, so it can be restored with another number of replicas, or
+    where each step reduces, but not with another `op`. With a smaller k it may hold k gradients or
+    more: the next step completes them.
     """
 
     def __init__(
@@ -121,14 +114,8 @@ class Accumulation:
     ) -> None:
         """Adds `grads`; every k-th call applies the mean of the accumulated gradients.
 
-        Args:
-          grads: a gradient for each variable, in the global view; multiplied by the weight.
-          weight: their weight; None: all gradients count the same.
-          reduce: reduces (value, variable) pairs over the replicas.
-          apply: updates the variables with reduced gradients.
-
-        Context: cross-replica, in a trace. Cost: collectives only in the branch of
-          the k-th call, except for gradients that are kept split.
+        They are in the global view, and multiplied by their weight, if they have one. Collectives
+        are in the branch of the k-th call only, except for gradients that are kept split.
         """
         for accumulator, gradient in zip(
             self.accumulators, self._reduce_some(grads, reduce, first=True), strict=True
@@ -482,12 +469,10 @@ class Optimizer:
         if self._state is not None:
             return self._state
         raise ContextError(
-            message(
-                f"{what} needs an optimizer that has its state",
-                got="an optimizer whose init was not called",
-                why="moments and counts are variables that init makes",
-                fix="optimizer.init(variables), once, before the first step",
-            )
+            f"{what} needs an optimizer that has its state",
+            got="an optimizer whose init was not called",
+            why="moments and counts are variables that init makes",
+            fix="optimizer.init(variables), once, before the first step",
         )
 
     def _apply_across(
@@ -500,13 +485,11 @@ class Optimizer:
         own = self._strategy
         if strategy is not own:
             raise StrategyMismatchError(
-                message(
-                    f"apply_gradients needs {own!r} to be active, where its variables live",
-                    got=f"{strategy!r}",
-                    why="an update runs on the devices of its variables",
-                    fix="create the variables under `with strategy.scope():` of the strategy that "
-                    "runs the step",
-                )
+                f"apply_gradients needs {own!r} to be active, where its variables live",
+                got=f"{strategy!r}",
+                why="an update runs on the devices of its variables",
+                fix="create the variables under `with strategy.scope():` of the strategy that "
+                "runs the step",
             )
         frames.require_cross_replica(own, "distributed_apply")
         _require_one_value(extra)
@@ -563,14 +546,7 @@ def _require_transformation(tx: object) -> None:
 
 
 def require_variables(variables: PyTree, method: str = "Optimizer.init") -> list[Variable]:
-    """Returns the leaves of a tree of variables to optimize, or to average.
-
-    Raises:
-      TypeError: a leaf that is not a variable.
-      ValueError: no variables, or the same one twice.
-      LocalityError: a sync-on-read variable.
-      StrategyMismatchError: variables of several strategies.
-    """
+    """Returns the leaves of a tree of variables to optimize, or to average; or raises."""
 
     def wrong(error: type[Exception], needs: str, got: str, why: str) -> Exception:
         fix = f"{method}(variables), of a list or any tree of the variables to train"
@@ -599,16 +575,7 @@ def require_variables(variables: PyTree, method: str = "Optimizer.init") -> list
 
 
 def _in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Returns one gradient for each of `variables`, in their order.
-
-    Args:
-      grads_and_vars: (gradient, variable) pairs, or pairs of trees.
-      variables: the variables that the optimizer was initialized with.
-
-    Raises:
-      ValueError: not pairs; a variable that is unknown, missing or duplicated; a
-        gradient that is None or of the wrong shape.
-    """
+    """Returns one gradient for each of `variables`, in their order; or raises."""
     grads: dict[Variable, Any] = {}
     known = set(variables)
     for gradient, variable in _flat_pairs(grads_and_vars):
@@ -688,13 +655,11 @@ def _require_no_per_replica(values: PyTree) -> None:
     if not found:
         return
     raise LocalityError(
-        message(
-            "apply_gradients in a replica context needs this replica's values",
-            got=f"a PerReplica of {found[0].num_replicas} values",
-            why="a replica sees its own value of an argument of run, but a PerReplica that the "
-            "function closes over keeps all of them",
-            fix="pass it: strategy.run(step, args=(x,)); or call apply_gradients outside of run",
-        )
+        "apply_gradients in a replica context needs this replica's values",
+        got=f"a PerReplica of {found[0].num_replicas} values",
+        why="a replica sees its own value of an argument of run, but a PerReplica that the "
+        "function closes over keeps all of them",
+        fix="pass it: strategy.run(step, args=(x,)); or call apply_gradients outside of run",
     )
 
 

@@ -33,17 +33,8 @@ def update_variables(
 ) -> None:
     """Runs `tx` once on all reduced gradients and writes variables and state.
 
-    One `update` writes a variable and its slots where they live; one
-    `update_non_slot` writes the non-slot state.
-
-    Args:
-      tx: the transformation, supporting extra arguments.
-      state: its state.
-      variables: the tree of variables.
-      grads: their reduced gradients, in leaf order.
-      extra: extra arguments of the transformation's update.
-
-    Locality: V(v) in and out. Context: cross-replica, in a trace.
+    One `update` writes a variable and its slots where they live; one `update_non_slot` writes the
+    non-slot state. In cross-replica context, in a trace.
     """
     flat, treedef = jax.tree.flatten(variables)
     extended = flat[0].strategy.extended
@@ -86,10 +77,7 @@ def _write_all(first: Variable, others: Sequence[Variable], values: Sequence[Any
 class OptimizerState:
     """An optax state whose arrays are variables.
 
-    Attributes:
-      tree: the state as returned by `tx.init`, with variables as leaves.
-      slots: the leaves of `tree` that are slots, by the variable they belong to.
-      non_slots: the other variables among the leaves of `tree`.
+    `slots` are leaves of its tree by the variable they belong to, `non_slots` the others.
     """
 
     #: `init` makes another state: see `objects/reached`.
@@ -104,11 +92,7 @@ class OptimizerState:
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
     def pair_with(self, new: PyTree) -> dict[Variable, Any]:
-        """Returns each variable's value in the state `new`.
-
-        Raises:
-          ValueError: it has another structure.
-        """
+        """Returns each variable's value in the state `new`, which has to have this structure."""
         leaves, treedef = jax.tree.flatten(self.tree)
         try:
             values = treedef.flatten_up_to(new)
@@ -134,9 +118,7 @@ def _changed_text(old: PyTree, new: PyTree) -> str:
 class _Owned:
     """A leaf of an optax state, and the variable that it is a slot of, if any.
 
-    Attributes:
-      value: the leaf.
-      owner: the variable and the length of its path in the tree of variables; None: no slot.
+    That is `owner`, with the length of its path in the tree of variables.
     """
 
     def __init__(self, value: PyTree, owner: tuple[Variable, int] | None):
@@ -148,12 +130,7 @@ def make_state(
 ) -> OptimizerState:
     """Returns the initial state of `tx` for `variables`, as new variables.
 
-    Args:
-      tx: an optax transformation.
-      extended: the strategy of the variables.
-      variables: a tree of variables.
-
-    Context: a distjax trace, so that one program computes all initial values.
+    In a distjax trace, so that one program computes all initial values.
     """
     optimized = jax.tree.leaves(variables)
     initial = tx.init(jax.tree.map(lambda v: v.value, variables))

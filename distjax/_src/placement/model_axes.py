@@ -52,12 +52,8 @@ def on_own_parts(
     """Returns the results of ``fn(*values)``, which each device computes of its own parts.
 
     In the replica view. XLA gathers what it splits by itself before a collective that moves rows
-    (JAX 0.10 to 0.12); a nested map over the model axes leaves it nothing to gather.
-
-    Args:
-      fn: returns one value, or as many as it takes, each split like what it takes.
-      values: one replica's values.
-      specs: how its devices split each; where none says anything, `fn` is called as it is.
+    (JAX 0.10 to 0.12); a nested map over the model axes leaves it nothing to gather. ``fn`` returns
+    as many values as it takes, each split like what it takes.
     """
     names = {name for spec in specs if spec for name in names_in(spec)}
     if not names:
@@ -114,8 +110,7 @@ def spec_of_sharding(sharding: Sharding | None, topology: Topology) -> Spec:
 def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
     """Returns how a user's array is split within a replica, to be kept; None: it is whole.
 
-    Warns:
-      LocalityWarning: it is split over axes that the strategy does not have.
+    Warns of one that is split over axes that the strategy does not have.
     """
     if not topology.model_axes or not isinstance(value, jax.Array):
         return None
@@ -141,20 +136,10 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
 def require_spec(
     given: PyTree, shape: Sequence[int], topology: Topology, what: str, fix: str = ""
 ) -> PartitionSpec | None:
-    """Returns the canonical form of what a user wants split within a replica.
+    """Returns the canonical form of what a user wants split within a replica, or raises.
 
-    Args:
-      given: a PartitionSpec, a NamedSharding of the strategy's mesh, or None.
-      shape: the shape of the value.
-      topology: the replicas; without model axes the answer is None, whatever is given, so that
-        annotated code runs anywhere.
-      what: the value, for errors.
-      fix: another remedy of names that are no model axes.
-
-    Raises:
-      TypeError: another type.
-      ValueError: a sharding of another mesh, a name that is no model axis, one named twice, more
-        entries than axes, or an axis that the model axes do not divide.
+    Without model axes that is None, whatever is given, so that annotated code runs anywhere. `fix`
+    is another remedy of names that are no model axes.
     """
     if given is None:
         return None

@@ -305,14 +305,9 @@ def is_per_replica(value: object) -> bool:
 
 
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
-    """Raises a LocalityError if `value` belongs to other replicas.
+    """Raises a LocalityError if `value`, named `where` by the user, belongs to other replicas.
 
     A value that has no devices yet is placed, in place, if its number of replicas matches.
-
-    Args:
-      value: the PerReplica passed in.
-      topology: the required replicas.
-      where: the user's name for the argument, e.g. "argument args[0]['x'] of f".
     """
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))
@@ -326,13 +321,11 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
         value.aux = topology, value.aux[1]
         return
     raise LocalityError(
-        message(
-            f"{where} needs a PerReplica over {topology.num_replicas} replicas ({topology})",
-            got=f"a PerReplica over {value.num_replicas} replicas ({value.topology})",
-            why="each replica takes its own value, so both must have the same replicas",
-            fix="make the value with the strategy that uses it, or move it: "
-            "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
-        )
+        f"{where} needs a PerReplica over {topology.num_replicas} replicas ({topology})",
+        got=f"a PerReplica over {value.num_replicas} replicas ({value.topology})",
+        why="each replica takes its own value, so both must have the same replicas",
+        fix="make the value with the strategy that uses it, or move it: "
+        "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
     )
 
 
@@ -421,13 +414,11 @@ def require_local(value: object, method: str) -> None:
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
-        message(
-            f"{method} needs this replica's value",
-            got=f"a PerReplica of {value.num_replicas} values",
-            why="a replica sees its own value of an argument of run, but a PerReplica that the "
-            "function closes over keeps all of them",
-            fix="pass it: strategy.run(fn, args=(x,))",
-        )
+        f"{method} needs this replica's value",
+        got=f"a PerReplica of {value.num_replicas} values",
+        why="a replica sees its own value of an argument of run, but a PerReplica that the "
+        "function closes over keeps all of them",
+        fix="pass it: strategy.run(fn, args=(x,))",
     )
 
 

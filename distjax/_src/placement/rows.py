@@ -26,7 +26,7 @@ from distjax._src.jaxprs import Flow
 from distjax._src.placement.topology import Topology
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
-from distjax.errors import LocalityError, describe_value, message
+from distjax.errors import LocalityError, describe_value
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
 MIXED = -1
@@ -187,12 +187,7 @@ def axis_of_layout(array: jax.Array, topology: Topology) -> Axis:
 
 
 def _is_surely_in_front(shape: Shape, new: Shape) -> bool:
-    """Returns whether the shape alone tells that tree code left the replica axis in front.
-
-    Args:
-      shape: [R, ...], of a PerReplica.
-      new: that of the array that tree code made of it.
-    """
+    """Returns whether shapes alone tell that tree code left the replica axis in front."""
     count = shape[0]
     if new[:1] != (count,):
         return False
@@ -285,13 +280,7 @@ def _is_derived(value: PyTree, topology: Topology) -> bool:
 
 
 def require_not_split(value: object, topology: Topology, where: str) -> None:
-    """Raises a LocalityError for a bare array that holds a value for each replica.
-
-    Args:
-      value: the value passed in.
-      topology: the replicas.
-      where: the user's name for it, e.g. "argument x of step".
-    """
+    """Raises a LocalityError for a bare array that holds a value for each replica."""
     if not (isinstance(value, jax.Array) or is_struct(value)):
         return
     num_replicas, what = topology.num_replicas, describe_value(value)
@@ -306,14 +295,12 @@ def require_not_split(value: object, topology: Topology, where: str) -> None:
     else:
         return
     raise LocalityError(
-        message(
-            f"{where} needs to be a PerReplica, or one value that each replica holds",
-            got=got,
-            why=why,
-            fix="strategy.per_replica(x) if row r is the value of replica r; "
-            "strategy.first(x) if the rows are equal; strategy.broadcast(x) if "
-            "all of it is one value",
-        )
+        f"{where} needs to be a PerReplica, or one value that each replica holds",
+        got=got,
+        why=why,
+        fix="strategy.per_replica(x) if row r is the value of replica r; "
+        "strategy.first(x) if the rows are equal; strategy.broadcast(x) if "
+        "all of it is one value",
     )
 
 

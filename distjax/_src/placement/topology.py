@@ -171,11 +171,7 @@ def local_devices() -> tuple[jax.Device, ...]:
 
 
 def devices_or_local(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`, or this process's for None or an empty sequence.
-
-    Raises:
-      ValueError: not a sequence, for example a single device.
-    """
+    """Returns `devices`, or this process's for None or an empty sequence."""
     if devices is None:
         take_local(f"{strategy}()", f"dj.{strategy}(jax.local_devices())")
     given = _given(devices)
@@ -183,12 +179,7 @@ def devices_or_local(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
 
 
 def devices_or_all(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`, or those of all processes for None or an empty sequence.
-
-    Raises:
-      ValueError: not a sequence, for example a single device; or a layer refuses them.
-      ClusterError: the processes cannot be found.
-    """
+    """Returns `devices`, or those of all processes for None or an empty sequence."""
     given = _given(devices)
     for told in hooks.on_all_devices:
         told(strategy, given)
@@ -196,12 +187,7 @@ def devices_or_all(devices: Sequence[jax.Device] | None, strategy: str) -> Seque
 
 
 def take_local(call: str, meant: str) -> None:
-    """Tells the layers that a call takes this process's devices by default.
-
-    Args:
-      call: the call, as in "MirroredStrategy()".
-      meant: how it says that this is meant.
-    """
+    """Tells the layers that a call takes this process's devices by default; `meant` says how to."""
     for told in hooks.on_local_devices:
         told(call, meant)
 
@@ -303,9 +289,6 @@ def exchanging_topologies(exchange: Callable[[Topology], Topology]) -> Generator
     """A context in which other topologies stand in for those of strategies, in this thread.
 
     For traces only: nothing is laid out for these topologies but the arguments of the trace.
-
-    Args:
-      exchange: returns the topology that stands in for one.
     """
     token = _exchanged.set(exchange)
     try:

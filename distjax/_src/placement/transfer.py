@@ -27,14 +27,9 @@ _config: Any = jax.config  # type checkers do not know its options
 def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     """Returns `value`, which must be the same on every process, placed at `sharding`.
 
-    Args:
-      value: an array or number on the host or on this process's devices, present on every
-        process; an array over several processes, which all of them move in one program; or a
-        struct in place of an array.
-      sharding: where to place it; None: JAX's default device.
-
-    Cost: a transfer of the bytes that this process's devices hold; for a host value, nothing is
-      sent between processes.
+    It is on the host, on this process's devices, or over several processes, which all of them move
+    in one program; a struct may stand for it. Without a sharding it goes to JAX's default device.
+    Of a host value nothing is sent between processes.
     """
     if is_struct(value):
         return value.update(sharding=sharding)
@@ -93,12 +88,10 @@ def _put(values: list[Any], sharding: Sharding | None) -> list[Any]:
 
 
 def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
-    """Builds an array [R, ...] from the rows that each process has for its replicas.
+    """Builds an array [R, ...] from the rows [L, ...] that each process has for its replicas.
 
-    Args:
-      rows: array [L, ...], one row per replica in `topology.local_replicas`, in order.
-      topology: the replicas.
-      axis: which axis of `rows`, and of the result, runs over the replicas.
+    They are in the order of `topology.local_replicas`; `axis` of both arrays runs over the
+    replicas.
     """
     sharding = topology.split_along(axis)
     if jax_compat.only_compiles(topology.devices):
@@ -133,23 +126,15 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
 
 
 def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:
-    """Raises a LocalityError if part of the array is held only by other processes.
-
-    Args:
-      array: the array.
-      name: the user's name for it.
-    """
+    """Raises a LocalityError if part of the array is held only by other processes."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return
     raise LocalityError(
-        message(
-            f"{name} needs to be wholly on this process to be read by the host",
-            got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
-            why="the rest is on devices of other processes, and a part would be taken for the "
-            "whole",
-            fix="read it on every process: strategy.broadcast(x), or reduce it in the "
-            "step; save all of it by dj.checkpoint.Checkpointer",
-        )
+        f"{name} needs to be wholly on this process to be read by the host",
+        got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
+        why="the rest is on devices of other processes, and a part would be taken for the whole",
+        fix="read it on every process: strategy.broadcast(x), or reduce it in the "
+        "step; save all of it by dj.checkpoint.Checkpointer",
     )
 
 
@@ -184,12 +169,7 @@ def without_alias(value: PyTree) -> Any:
 
 
 def require_no_mask(value: PyTree, what: str) -> None:
-    """Raises a ValueError for a masked array of numpy, of which `np.asarray` drops the mask.
-
-    Args:
-      value: what the user gave.
-      what: what needs it, for the error, such as "assign of variable 'v'".
-    """
+    """Raises a ValueError for a masked array of numpy, of which `np.asarray` drops the mask."""
     if not isinstance(value, np.ma.MaskedArray):
         return
     raise ValueError(
@@ -225,12 +205,7 @@ def wraps_around(value: PyTree) -> str | None:
 
 
 def require_held(value: PyTree, what: str) -> None:
-    """Raises an OverflowError for a host array of integers that JAX cannot hold.
-
-    Args:
-      value: what the user gave; anything that is not a host array passes.
-      what: what needs it, for the error, such as "broadcast_to".
-    """
+    """Raises an OverflowError for a host array of integers that JAX cannot hold."""
     found = wraps_around(value)
     if found is not None:
         narrowed = jax.dtypes.canonicalize_dtype(value.dtype)

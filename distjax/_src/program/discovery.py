@@ -24,7 +24,7 @@ from distjax._src.context import Frame, StrategyLike, frames
 from distjax._src.objects.plain_objects import Surroundings
 from distjax._src.objects.reached import Reached
 from distjax._src.objects.stateful import active_bridge, explaining_errors, is_stateful
-from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, transfer, with_aux
+from distjax._src.placement import AuxData, PerReplica, require_held, stand_in, with_aux
 from distjax._src.replica.arguments import PartitionedTree, is_array, nodes_of, user_path
 from distjax._src.replica.global_value import AlreadyPlaced, place_output, to_storage
 from distjax._src.replica.trace import add_value_note
@@ -33,7 +33,7 @@ from distjax._src.typing import ArrayLike, PyTree
 from distjax._src.variables.construct import compute_initial
 from distjax._src.variables.state import CreationLog, TraceState, with_variables_as_inputs
 from distjax._src.variables.variable import Variable
-from distjax.errors import TraceLeakError, message
+from distjax.errors import TraceLeakError
 
 # -- step ---------------------------------------------------------------------
 
@@ -46,13 +46,9 @@ class Step:
       resolve: returns the function, which a program need not keep alive.
       emit: ``emit(fn, state, args, kwargs)`` runs it in the trace of `state`; returns global-view
         results.
-      place: ``place((args, kwargs))`` returns these with arrays on other devices moved to the
-        program's devices.
-      name: the name of the function.
-      argument_names: the names of its positional arguments.
-      strategy: the strategy in whose cross-replica context it runs, and for which objects are
-        placed; None: the one that these are placed for.
-      donate_argnums: the positional arguments whose buffers are donated.
+      place: returns (args, kwargs) with arrays on other devices moved to the program's devices.
+      strategy: in whose cross-replica context it runs, and for which objects are placed; None: the
+        one that these are placed for.
       keeps_context: whether it runs in the context of its call instead.
       ignores_user_mesh: whether it runs without the mesh that the user has set (`jax.set_mesh`).
       takes_objects: whether stateful objects may be among its arguments, or captured by it.
@@ -97,15 +93,10 @@ _BUILT_IN = (tuple, list, dict, type(None))
 class OutputSpec:
     """The results of one signature, apart from their arrays.
 
-    Args:
-      partitioned: the user's tree of results.
-      per_replica: for each array, the aux data of its PerReplica, or None.
-      recreated: the names of existing variables that constructors returned again.
-
     Attributes:
       unpack: ``unpack(arrays)`` returns the user's results.
       is_built: whether the program returns the user's results instead of their arrays.
-      recreated: as given.
+      recreated: the names of existing variables that constructors returned again.
       completion: the index of the array that is ready when the program has completed; None: its
         token is.
     """
@@ -204,11 +195,8 @@ def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) ->
 class InitialValues:
     """The initial values of created variables, as a part of the traced step.
 
-    Args:
-      jaxpr: the traced step; its last inputs are the global values of `reads`.
-      consts: the constants of `jaxpr`.
-      reads: the variables that the step reads.
-      outvars: for each created variable, the output that is its initial value.
+    The last inputs of `jaxpr` are the global values of `reads`; `outvars` has the output that is
+    the initial value of each created variable.
     """
 
     def __init__(
@@ -283,14 +271,9 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
-      name: the program's name in texts of JAX and XLA.
-      reads: variables whose initial value is needed.
-      writes: variables that are written.
-      created: variables that were created, not yet initialized.
-      facts: what is known about each array result.
+      facts: what layers know about each array result.
       roots: the function and the Python objects among its arguments, until they are recorded.
       takes_spread: whether an argument is an array on several devices, where it is not traced.
-      initial_values: those of the created variables.
     """
 
     def __init__(
@@ -378,11 +361,8 @@ class Discovered:
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         results = zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         arrays = [self._as_result(value, atom) for value, atom in results]
-        if not jax_compat.compiles():
-            shardings = map(self._sharding_of, self._jaxpr.outvars[:num_results])
-            arrays = list(map(_place_evaluated, arrays, shardings))
-            # Copies: what is written may be an array of the user, and will be donated.
-            new = {v: jnp.copy(_place_evaluated(x, v.sharding)) for v, x in new.items()}
+        if not jax_compat.compiles():  # copies: an array of the user may be written, and donated
+            new = {v: jnp.copy(x) for v, x in new.items()}
         return arrays, OutputSpec(self._partitioned, self._per_replica, self._log.reused), new
 
     def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
@@ -397,12 +377,6 @@ class Discovered:
             return jax_compat.bind_equation(self._constraints[atom], [value])[0]
         return value
 
-    def _sharding_of(self, atom: jax_compat.Var | jax_compat.Literal) -> Sharding | None:
-        """Returns the sharding to which an output is constrained; None: there is none."""
-        if isinstance(atom, jax_compat.Literal) or atom not in self._constraints:
-            return None
-        return self._constraints[atom].params.get("sharding")
-
 
 def _constraints_of(jaxpr: jax_compat.Jaxpr) -> dict[Any, jax_compat.JaxprEqn]:
     """Returns the constraints in code by what they return."""
@@ -410,28 +384,10 @@ def _constraints_of(jaxpr: jax_compat.Jaxpr) -> dict[Any, jax_compat.JaxprEqn]:
     return {e.outvars[0]: e for e in found}
 
 
-def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:
-    """Returns an output of evaluated code as a compiled program gives it: an array, in its place.
-
-    Where JAX evaluates a constraint, constants stay what they are in a trace, and uncommitted
-    arrays where they are.
-    """
-    if isinstance(value, jax_compat.Tracer) or getattr(value, "committed", False):
-        return value
-    return transfer(value, sharding)
-
-
 def discover(
     step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], log: CreationLog
 ) -> Discovered:
-    """Traces a step and returns it with its variables found.
-
-    Args:
-      step: the step.
-      args: positional arguments, or their stand-ins in a trace.
-      kwargs: keyword arguments.
-      log: records the variables that the step creates.
-    """
+    """Traces a step and returns it with its variables found; `log` records the created ones."""
     given, treedef = jax.tree.flatten((args, kwargs))
     around = Surroundings(step.function, is_stateful, (args, kwargs), step.argument_names)
     found: dict[str, Any] = {"takes_spread": any(map(_is_spread, given))}
@@ -536,13 +492,11 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
     if found is None:
         return
     raise TraceLeakError(
-        message(
-            f"{found} needs to be an argument, or captured where distjax can see it",
-            got="its current value as a constant of the compiled program",
-            why="distjax searches arguments, closures, globals that the code names and attributes "
-            "of your objects; what it does not find would be read once and never again",
-            fix="pass the object: strategy.run(step, args=(model, batch))",
-        )
+        f"{found} needs to be an argument, or captured where distjax can see it",
+        got="its current value as a constant of the compiled program",
+        why="distjax searches arguments, closures, globals that the code names and attributes "
+        "of your objects; what it does not find would be read once and never again",
+        fix="pass the object: strategy.run(step, args=(model, batch))",
     )
 
 

@@ -36,11 +36,8 @@ from distjax.errors import RecompilationWarning, message
 class FunctionCache:
     """Maps a function, by identity, to a value that is made when it is first asked for.
 
-    The cache keeps neither functions nor objects alive: values must not hold them, and use
-    `resolve()` instead.
-
-    Args:
-      make: ``make(resolve)`` returns the value of the function that `resolve()` returns.
+    The cache keeps neither functions nor objects alive: ``make(resolve)`` returns the value, which
+    must not hold the function that ``resolve()`` returns.
     """
 
     def __init__(self, make: Callable[[Callable[[], Any]], Any]) -> None:
@@ -98,12 +95,7 @@ FIRST_WARNING = 8
 
 
 class RetraceWatch:
-    """Counts the signatures of one function and reports what changed.
-
-    Args:
-      name: the name of the function.
-      argument_names: the names of its positional arguments.
-    """
+    """Counts the signatures of one function and reports what changed."""
 
     def __init__(self, name: str, argument_names: Sequence[str] = ()):
         self._name, self._argument_names = name, argument_names
@@ -114,13 +106,7 @@ class RetraceWatch:
     def record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_replacing: bool = False
     ) -> None:
-        """Records one more compilation; warns at 8, 16, 32, ...
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          is_replacing: whether it is for other objects that the function captures.
-        """
+        """Records one more compilation, perhaps for other captured objects; warns at 8, 16, ..."""
         self._count += 1
         before, self._last = self._last, _describe(args, kwargs, self._argument_names)
         if self._count < self._warn_at:
@@ -159,15 +145,9 @@ def _warn(needs: str, *, got: str, why: str, fix: str) -> None:
 def record_new_function(fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
     """Records a new function; warns at the 8th, 16th, 32nd, ... with the same code in a row.
 
-    A loop that creates a function anew for each step compiles it each time, and nothing else
-    shows it.
-
-    Args:
-      fn: a function passed to `run` or `dj.jit` for the first time.
-      strategy: where it is called; another one starts a new streak.
-
-    Returns:
-      A callback for the function's second call, which ends the streak.
+    A loop that creates a function anew for each step compiles it each time, and nothing else shows
+    it. A call of the returned function, at the function's second call, ends the streak, and so does
+    another strategy.
     """
     code = _code_of(fn)
     if code is None or hooks.is_dry_run():  # `dj.explain` traces a function anew

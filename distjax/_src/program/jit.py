@@ -60,15 +60,12 @@ def explain_devices(error: Exception, name: str) -> Exception:
     if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
         return error
     return LocalityError(
-        message(
-            f"{name} needs all its variables, and all strategies that it runs, on one set of "
-            "devices",
-            got=str(error).splitlines()[0].removesuffix("."),
-            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
-            "but not variables",
-            fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
-            "an argument",
-        )
+        f"{name} needs all its variables, and all strategies that it runs, on one set of devices",
+        got=str(error).splitlines()[0].removesuffix("."),
+        why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
+        "but not variables",
+        fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
+        "an argument",
     )
 
 
@@ -90,12 +87,7 @@ _STRUCT_NOTE = (
 
 
 def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
-    """Adds a note to a JAX error with what distjax knows about its cause.
-
-    Args:
-      error: the error.
-      strategy: the strategy that ran.
-    """
+    """Adds a note to a JAX error with what distjax knows about its cause."""
     add_argument_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
@@ -131,13 +123,8 @@ def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
 class LoweredProgram:
     """A program lowered for some arguments: a `jax.stages.Lowered` that knows its function.
 
-    Args:
-      lowered: JAX's stage.
-      call: calls the function with all its arguments.
-      args: its positional arguments.
-      marked: the same, with the static ones wrapped in `Static`.
-      static_kwargs: the keyword arguments that are static.
-      names: the names of the function's positional parameters.
+    `call` calls that with all its arguments; `marked` are these, the static ones wrapped in
+    `Static`.
     """
 
     def __init__(
@@ -178,11 +165,6 @@ class CompiledProgram:
 
     As in JAX, static arguments are left out of the call. Unlike in JAX, arguments of other shapes
     do not raise but recompile.
-
-    Args:
-      compiled: JAX's stage.
-      call: calls the function, given the arguments that are not static.
-      options: the compiler options, if any.
     """
 
     def __init__(
@@ -225,13 +207,9 @@ def _find_attribute(stage: LoweredProgram | CompiledProgram, of: str, name: str)
 class CompiledFunction:
     """The result of `dj.jit`: the function, compiled at its first call.
 
-    Args:
-      fn: the function.
-      donate_argnums: the positional arguments whose buffers are donated.
-      static: names of arguments that are Python values.
-      require: for a function that passes its arguments on to `run`: raises for those that
-        `run` rejects. Such a function receives static values still marked.
-      renew: for such a function: returns the like for a copy of the user's function.
+    `require` and `renew` are those of a function that passes its arguments on to `run`, static
+    values still marked: the one raises for what `run` rejects, the other returns the like for a
+    copy of the user's function.
     """
 
     def __init__(
@@ -361,12 +339,8 @@ def _jit_step(
 ) -> Step:
     """Returns a function of `dj.jit` as the step of a program.
 
-    Args:
-      fn: the function.
-      frame: the frame that it was called in.
-      donate_argnums: the positional arguments whose buffers are donated.
-      hands_on_static: whether the function receives static values still marked, since it
-        passes its arguments on to `run`.
+    If it `hands_on_static`, it receives static values still marked, and passes its arguments on to
+    `run`.
     """
 
     def emit(_: object, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -444,11 +418,7 @@ def jit(
 def _static_names(
     fn: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
 ) -> frozenset[str]:
-    """Returns the names of the parameters that are static, given by position or by name.
-
-    Raises:
-      ValueError: ``fn`` has no parameter of a given number or name; or a number is not an int.
-    """
+    """Returns the names of the parameters that are static, given by position or by name."""
     all_names = positional_names(fn) if numbers != () else []
     why = "a static argument is found by the name of its parameter"
     found = _positions(fn, numbers, all_names, len(all_names), "static_argnums", why)
@@ -458,11 +428,7 @@ def _static_names(
 
 
 def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the positions of the arguments to donate, with negative ones resolved.
-
-    Raises:
-      ValueError: one is not an int, or is out of range.
-    """
+    """Returns the positions of the arguments to donate, with negative ones resolved; or raises."""
     names = positional_names(fn)
     why = (
         "an argument is donated by the position of its parameter; a negative number is counted "
@@ -508,17 +474,7 @@ def _most_arguments(fn: Callable[..., Any]) -> float:
 def as_numbers(
     given: int | Iterable[int], argument: str, method: str = "jit", at_least: float = -math.inf
 ) -> tuple[int, ...]:
-    """Returns one number of a positional argument, or several, as a tuple.
-
-    Args:
-      given: what the user gave.
-      argument: what the user gave it for, as in "donate_argnums".
-      method: the function that the user called.
-      at_least: the smallest number that is allowed.
-
-    Raises:
-      ValueError: one is not an int, or is less than `at_least`.
-    """
+    """Returns one number of a positional argument, or several, as a tuple; or raises."""
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if all(is_int(n) and n >= at_least for n in numbers):
         return numbers
@@ -566,15 +522,7 @@ def _require_no_bare_rows(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Raises for an array that is split over the replicas without being a PerReplica.
-
-    Args:
-      topology: the replicas.
-      name: the name of the function.
-      argument_names: the names of its positional arguments.
-      args: positional arguments.
-      kwargs: keyword arguments.
-    """
+    """Raises for an array that is split over the replicas without being a PerReplica."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
     for path, leaf in leaves:
         if isinstance(leaf, (jax.Array, PerReplica)) or is_struct(leaf):
@@ -600,12 +548,7 @@ def place_arguments(topology: Topology, tree: PyTree) -> Any:
 
 
 def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Program:
-    """Returns the program of a replica function.
-
-    Args:
-      extended: the `extended` of the strategy whose replicas run it.
-      resolve: returns the function, which a program does not keep alive.
-    """
+    """Returns the program of a replica function, which it does not keep alive."""
     strategy, given = extended.strategy, resolve()
 
     def emit(

@@ -46,15 +46,9 @@ class _Offer(threading.local):
 
 
 class Build:
-    """A step, compiled for the variables that its traces have met so far.
-
-    Args:
-      step: what is compiled.
-      found: the latest trace.
-      former: the build before, whose variables this one threads too; or None.
+    """A step, compiled for the variables that its traces, and those of `former`, have met so far.
 
     Attributes:
-      name: the user's name of the function.
       writes: variables whose arrays are donated and replaced.
       reads: variables that are only read.
       lock: held while arrays of these variables are collected, donated and replaced.
@@ -167,11 +161,7 @@ class Build:
     def lower(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Discovered | None = None
     ) -> jax.stages.Lowered:
-        """Returns the program lowered for these arguments, without any lock.
-
-        Raises:
-          NotTraced: they are new, and `found` was not given.
-        """
+        """Returns the program lowered, without any lock; raises NotTraced for what is new to it."""
         stored = [v.stored.read() for v in self.variables]
         for variable, array in zip(self.variables, stored, strict=True):
             if array is None:  # deleted is no matter here: another thread may step it
@@ -188,15 +178,8 @@ class Build:
         """Runs the program; returns what `finish` does, or its outputs, and how results are built.
 
         No code of the user runs here: the classes of the tree that the step returns are called by
-        the caller, who launches nothing again because they raise.
-
-        Args:
-          args: positional arguments; Python objects among them are static nodes.
-          kwargs: keyword arguments.
-          finish: writes results back; part of the step.
-
-        Raises:
-          NotTraced: the arguments are new; nothing has happened.
+        the caller, who launches nothing again because they raise. If it raises NotTraced, the
+        arguments are new, and nothing has happened.
         """
         if trace_state.value is not EVAL_TRACE and self.variables:
             require_outside_traces(self)

@@ -33,58 +33,8 @@ from distjax._src.variables.state import CreationLog, require_no_trace
 from distjax._src.variables.storage import copy_handles, require_undeleted
 from distjax.errors import ContextError, message
 
-# -- former builds ------------------------------------------------------------
-# Builds for objects that the user has since put others in the place of: they may come back.
-
-
 #: How many builds are kept whose variables are all in use by a later one.
 _MAX_KEPT = 8
-
-
-class FormerBuilds:
-    """The builds of one program that were replaced since the function reached other objects.
-
-    A former build lives as long as a variable that only it threads, which keeps it: a program may
-    live for ever, and must not keep the model of each fold.
-    """
-
-    def __init__(self) -> None:
-        self._builds: list[weakref.ref[Build]] = []
-        self._kept: collections.deque[Build] = collections.deque(maxlen=_MAX_KEPT)
-        self._latest: Build | None = None  # until it is replaced, for good
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether a build has been put away, and there is no other yet."""
-        return self._latest is not None
-
-    def exchange(self, build: Build | None) -> Build | None:
-        """Puts a build away; returns the one for what is there now, if there is one."""
-        if build is not None:
-            self._latest = build
-        self._builds = [ref for ref in self._builds if ref() is not None]
-        builds = [self._latest, *(ref() for ref in self._builds)]
-        found = next((b for b in builds if b is not None and b.reached.is_the_same()), None)
-        if found is not None:
-            self.replace_by(found)
-        return found
-
-    def replace_by(self, build: Build) -> None:
-        """Records what was made or found in place of the build that was put away."""
-        former, self._latest = self._latest, None
-        if former is None or former is build:
-            return
-        if all(ref() is not former for ref in self._builds):
-            self._builds.append(weakref.ref(former))
-        own = [v for v in former.variables if v not in {*build.variables}]
-        if not own:
-            self._kept.append(former)
-            return
-        # By the list of builds, so that it ends with the program, too.
-        kept = vars(own[0]).setdefault("_builds", weakref.WeakKeyDictionary())
-        kept.setdefault(self, []).append(former)
-
-
 #: To launch it as it is, compiled, off explicit meshes, and with arguments on its devices.
 _MOST_ATTEMPTS = 4
 
@@ -95,13 +45,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Program:
-    """A step as one compiled program.
-
-    Args:
-      step: the step to compile.
-      on_second_call: called once, at the second call.
-      require: called with the arguments of each new signature.
-    """
+    """A step as one compiled program; `require` gets the arguments of each new signature."""
 
     def __init__(
         self,
@@ -114,7 +58,10 @@ class Program:
         self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
         self._ready: Build | None = None  # there is nothing to do but to launch it
-        self._formers = FormerBuilds()
+        # Builds for objects that the user has since put others in the place of: they may come back.
+        self._formers: weakref.WeakSet[Build] = weakref.WeakSet()
+        self._kept: collections.deque[Build] = collections.deque(maxlen=_MAX_KEPT)
+        self._put_away: Build | None = None  # the last of these, until another is in its place
         self._marks_objects = False  # some arguments are Python objects
         self._takes_wide_integers = False
         self._prepares = bool(step.donate_argnums)  # see `_prepare`
@@ -145,6 +92,9 @@ class Program:
                     self._recreated, self._ready = spec.recreated, None
                 return outputs if spec.is_built else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
+            if not jax_compat.compiles() and frames.current().strategy.extended.compiles:
+                with jax.disable_jit(False):  # a step is traced anyhow: its code sees no values
+                    return self.call(args, kwargs)
             if has_user_mesh():
                 call = functools.partial(self._call_slowly, refused=refused)
                 return self._under_user_mesh(call, self._call_slowly, args, kwargs)
@@ -182,12 +132,8 @@ class Program:
     ) -> Any:
         """Runs the program when a call is more than the launch of a build.
 
-        The first two calls are: the second is compared with the first's results.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          refused: the error of an attempt to launch the build, if any.
+        The first two calls are: the second is compared with the first's results. `refused` is the
+        error of an attempt to launch the build, if any.
         """
         require_no_nan(refused, self._step, self._build, args)  # first: it donated the arguments
         names = self._step.name, self._step.argument_names
@@ -237,12 +183,6 @@ class Program:
 
         It is tried again only if the arguments are new, or can be changed to what `jit` accepts:
         what has run is never run again.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          finish: writes results back; what it returns builds the user's results.
-          refused: the error of an attempt to launch the build, if any.
         """
         self._num_calls += 1
         if self._num_calls == 2:
@@ -282,8 +222,29 @@ class Program:
         if build is None or not build.reached.is_the_same():
             with self._tracing:
                 if self._build is build:
-                    self._build = self._formers.exchange(build)
+                    self._put_away = build or self._put_away
+                    known = (b for b in (self._put_away, *self._formers) if b is not None)
+                    self._build = next((b for b in known if b.reached.is_the_same()), None)
+                    if self._build is not None:
+                        self._replace_by(self._build)
         return self._build
+
+    def _replace_by(self, build: Build) -> None:
+        """Remembers the build that was put away, once there is one in its place.
+
+        It lives as long as a variable that only it threads, which keeps it: a program may live for
+        ever, and must not keep the model of each fold. Of those without any, the last few live.
+        """
+        former, self._put_away = self._put_away, None
+        if former is None or former is build:
+            return
+        self._formers.add(former)
+        own = next((v for v in former.variables if v not in {*build.variables}), None)
+        if own is None:
+            self._kept.append(former)
+        else:  # by program, so that it ends with that, too
+            kept = vars(own).setdefault("_builds", weakref.WeakKeyDictionary())
+            kept.setdefault(self, set()).add(former)
 
     # -- arguments ---------------------------------------------------------------
 
@@ -376,8 +337,8 @@ class Program:
         """Traces and compiles for these arguments, while no lock of variables is held.
 
         Returns the build, and the trace that `jit` may use once more in the launch: to run it
-        operation by operation (`jax.disable_jit`, `jax.debug_nans`), or to compile it, if it has
-        no variables, so that there is no lock to hold up anyone.
+        operation by operation (`jax.debug_nans`), or to compile it, if it has no variables, so
+        that there is no lock to hold up anyone.
         """
         with self._tracing, hooks.inside(hooks.at_work, f"compiling {self._step.name}"):
             self.require(args, kwargs)
@@ -413,16 +374,9 @@ class Program:
     ) -> tuple[Discovered, tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
         """Traces the step apart from all builds, to be looked at and evaluated.
 
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          within: makes the context of the trace.
-          place: returns the arguments, objects among them taken apart, as they are traced.
-          emit: ``emit(emit of the step, fn, state, args, kwargs)`` emits the step.
-
-        Returns:
-          The trace, its arguments, and for a step with objects: path -> the user's name and the
-          former value of each of their arrays that is written.
+        ``emit(emit of the step, fn, state, args, kwargs)`` emits it, of arguments that `place`
+        returns. The last of what comes back is, for a step with objects: path -> the user's name
+        and the former value of each of their arrays that is written.
         """
         traced = dataclasses.replace(self._step, emit=functools.partial(emit, self._step.emit))
 
@@ -478,7 +432,7 @@ class Program:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Build, Discovered]:
         """Traces the step; returns a build with its variables, and the trace."""
         build, step = self._build, self._step
-        if (build is not None or self._formers.is_replacing) and jax_compat.compiles():
+        if (build is not None or self._put_away is not None) and jax_compat.compiles():
             self._watch.record(args, kwargs, is_replacing=build is None)
         found = discover(step, args, kwargs, CreationLog())
         if build is not None and build.covers(found):
@@ -490,7 +444,7 @@ class Program:
             found = discover(step, args, kwargs, CreationLog(made=found.created))
         hooks.tell(hooks.on_new_program, step.name)
         self._build = Build(step, found, build)
-        self._formers.replace_by(self._build)
+        self._replace_by(self._build)
         return self._build, found
 
 
@@ -500,12 +454,6 @@ def require_no_nan(
     """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
 
     JAX then calls the function again, operation by operation, with arrays that are gone.
-
-    Args:
-      error: the error of an attempt to start the program, if any.
-      step: what the program compiles.
-      build: the program.
-      args: the positional arguments.
     """
     cause = None if error is None else error.__context__
     if not isinstance(error, NotTraced) or "FloatingPoint" not in type(cause).__name__:
@@ -539,19 +487,13 @@ def _nan_text(step: Step, build: Build | None, are_gone: bool) -> str:
 
 
 def _require_guarded(name: str, recreated: tuple[str, ...]) -> None:
-    """Raises if variables are `recreated` by every trace of the step of that name.
-
-    Raises:
-      ContextError: naming them.
-    """
+    """Raises a ContextError if every trace of the step of that name recreates variables."""
     if not recreated:
         return
     raise ContextError(
-        message(
-            f"{name} needs to create its variables once",
-            got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
-            why="the constructor runs at every trace, but a compiled call runs none",
-            fix="create the variables outside, or guard them: "
-            "`if self.v is None: self.v = dj.Variable(...)`",
-        )
+        f"{name} needs to create its variables once",
+        got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
+        why="the constructor runs at every trace, but a compiled call runs none",
+        fix="create the variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
     )

@@ -15,7 +15,7 @@ from distjax._src import jax_compat, user_lines
 from distjax._src.context import says_equal
 from distjax._src.jax_compat import JaxprEqn, equations_of, sub_jaxprs
 from distjax._src.jaxprs import Flow
-from distjax.errors import DivergenceError, message
+from distjax.errors import DivergenceError
 
 #: Collectives whose result is equal on all replicas when run over the whole axis.
 EQUALIZING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
@@ -129,18 +129,15 @@ class Analysis(Flow[bool]):
         is_switch = len(eqn.params.get("branches", ())) > 2
         construct = "switch" if is_switch else _CONSTRUCTS[eqn.primitive.name]
         raise DivergenceError(
-            message(
-                f"a lax.{construct} that holds {what} needs a predicate that is equal on every "
-                "replica",
-                got=f"a predicate that differs per replica, at {user_lines.source_line(eqn)}; "
-                f"{what} at {user_lines.source_line(found)}",
-                why="replicas that take another branch, or leave the loop earlier, never arrive "
-                "at the collective, and the others wait forever",
-                fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0 (true on any "
-                "replica), or ctx.all_reduce('sum', ~p) == 0 (on all, as for isfinite); or move "
-                f"{what} out of the {construct} and select afterwards with jnp.where; or, for "
-                f"a counter that dj.pmap takes, in_axes=None{_read_before(what, construct)}",
-            )
+            f"a lax.{construct} that holds {what} needs a predicate that is equal on every replica",
+            got=f"a predicate that differs per replica, at {user_lines.source_line(eqn)}; "
+            f"{what} at {user_lines.source_line(found)}",
+            why="replicas that take another branch, or leave the loop earlier, never arrive "
+            "at the collective, and the others wait forever",
+            fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0 (true on any "
+            "replica), or ctx.all_reduce('sum', ~p) == 0 (on all, as for isfinite); or move "
+            f"{what} out of the {construct} and select afterwards with jnp.where; or, for "
+            f"a counter that dj.pmap takes, in_axes=None{_read_before(what, construct)}",
         )
 
     def collectives(self, jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:

@@ -42,12 +42,7 @@ def positional_names(fn: Callable[..., Any]) -> list[str]:
 
 
 def user_path(path: str, names: Sequence[str]) -> str:
-    """Returns "x['a']" for the path "[0][0]['a']" in (args, kwargs).
-
-    Args:
-      path: a `jax.tree_util.keystr`.
-      names: names of the positional arguments.
-    """
+    """Returns "x['a']" for the path "[0][0]['a']", a `keystr`, in (args, kwargs)."""
     where, _, rest = path.removeprefix("[").partition("][")
     key, _, inner = rest.partition("]")
     if where == "1":
@@ -76,12 +71,7 @@ def require_callable(fn: object, method: str) -> None:
 def require_call(
     fn: object, args: object, kwargs: object, method: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args as a tuple and kwargs as a dict.
-
-    Raises:
-      TypeError: `fn` is not callable.
-      ValueError: args or kwargs have the wrong type.
-    """
+    """Returns args as a tuple and kwargs as a dict, or raises."""
     require_callable(fn, method)
     if not isinstance(args, (tuple, list)):
         raise ValueError(
@@ -126,11 +116,7 @@ def _takes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def require_finished(result: PyTree, fn: Callable[..., Any]) -> Any:
-    """Returns what ``fn`` returned.
-
-    Raises:
-      TypeError: a generator or coroutine: its body has not run.
-    """
+    """Returns what ``fn`` returned; raises for a generator or coroutine, whose body has not run."""
     if not (inspect.isgenerator(result) or inspect.iscoroutine(result)):
         return result
     result.close()
@@ -160,9 +146,7 @@ def is_array_or_struct(value: object) -> bool:
 class Static:
     """A Python object among array leaves; part of the treedef, not a leaf.
 
-    Args:
-      value: the object.
-      is_implied: whether it is static only since it is no array: the user did not say so.
+    If it `is_implied`, it is static only since it is no array: the user did not say so.
     """
 
     __slots__ = ("is_implied", "value")
@@ -183,11 +167,7 @@ jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
 class ObjectStateKey:
-    """The key, in a tree path, of an array that belongs to a stateful object.
-
-    Args:
-      index: its index among the arrays of that object.
-    """
+    """The key, in a tree path, of an array of a stateful object: its index there."""
 
     def __init__(self, index: int):
         self._index = index
@@ -205,17 +185,7 @@ def is_object_state(path: str) -> bool:
 
 
 class PartitionedTree:
-    """A pytree partitioned into array leaves and Python objects.
-
-    Args:
-      tree: a user's pytree.
-      takes: returns whether a leaf is data (PerReplica leaves always are).
-
-    Attributes:
-      leaves: the data leaves, in order.
-      paths: their paths, in the same order.
-      treedef: the structure of the whole tree.
-    """
+    """A pytree partitioned into arrays (what `takes` accepts, PerReplica leaves) and objects."""
 
     def __init__(self, tree: PyTree, takes: Callable[[Any], bool]):
         pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one_leaf)
@@ -260,11 +230,7 @@ class PartitionedTree:
 
 
 def partition_result(result: PyTree, name: str) -> PartitionedTree:
-    """Returns the result of the function called `name`, partitioned into arrays and objects.
-
-    Raises:
-      OverflowError: host integers, made in the function, that JAX cannot hold.
-    """
+    """Returns the result of the function called `name`, partitioned into arrays and objects."""
     partitioned = PartitionedTree(result, is_array)
     for leaf in partitioned.leaves:
         require_held(leaf, f"a result of {name}")
@@ -291,17 +257,7 @@ FIX_OF_UNHASHABLE = (
 def as_static(
     value: object, name: str, is_implied: bool = False, fix: str = FIX_OF_UNHASHABLE
 ) -> Static:
-    """Returns an argument wrapped as part of a program's cache key.
-
-    Args:
-      value: the argument.
-      name: the user's name of it, for the error.
-      is_implied: whether the user did not say that it is static.
-      fix: what to write in place of an argument that is not hashable.
-
-    Raises:
-      ValueError: it is not hashable.
-    """
+    """Returns an argument wrapped as part of a program's cache key; raises if it has no hash."""
     try:
         hash(value)
     except TypeError:
@@ -319,16 +275,7 @@ def as_static(
 def mark_static(
     tree: PyTree, names: Sequence[str] = (), is_data: Callable[[Any], bool] = is_array
 ) -> Any:
-    """Returns `tree` with all leaves other than arrays and numbers made Static.
-
-    Args:
-      tree: (args, kwargs).
-      names: names of the positional arguments, for the error.
-      is_data: returns whether a leaf is an array.
-
-    Raises:
-      ValueError: a Python object is not hashable.
-    """
+    """Returns (args, kwargs) with all leaves other than arrays and numbers made Static."""
 
     def hide(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if is_data(leaf) or is_number(leaf) or is_one_leaf(leaf):
@@ -415,16 +362,7 @@ def is_module(value: object) -> bool:
 def mark_modules(
     tree: PyTree, names: tuple[str, ...] = (), is_data: Callable[[Any], bool] = is_array
 ) -> Any:
-    """Returns (args, kwargs) with non-array leaves of Equinox modules made Static.
-
-    Args:
-      tree: (args, kwargs).
-      names: names of the positional arguments, for the error.
-      is_data: returns whether a leaf is an array.
-
-    Raises:
-      ValueError: a Python object in a module is not hashable.
-    """
+    """Returns (args, kwargs) with non-array leaves of Equinox modules made Static."""
     if "equinox" not in sys.modules:
         return tree
 

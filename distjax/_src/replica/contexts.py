@@ -204,13 +204,11 @@ class ReplicaContext:
             return frame
         if frame.replica_context is None and frame.strategy is self._strategy:
             raise MergeError(
-                message(
-                    f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
-                    got=frame.name,
-                    why="in a merge function and outside run there is one program, not R replicas",
-                    fix="strategy.reduce(op, x) in cross-replica context; or enter replica "
-                    "context with strategy.run(fn, args)",
-                )
+                f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
+                got=frame.name,
+                why="in a merge function and outside run there is one program, not R replicas",
+                fix="strategy.reduce(op, x) in cross-replica context; or enter replica "
+                "context with strategy.run(fn, args)",
             )
         if frame.replica_context is None or frame.strategy is not self._strategy:
             text = "Mismatching tf.distribute.Strategy objects: a context is valid only while its "
@@ -317,12 +315,10 @@ class DefaultReplicaContext:
         if frame.replica_context is not None:
             raise ContextError(other_call_text(what))
         raise MergeError(
-            message(
-                f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
-                got=frame.name,
-                why="a merge function runs in cross-replica context",
-                fix="call it in the replica function, or use strategy.reduce(op, x)",
-            )
+            f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
+            got=frame.name,
+            why="a merge function runs in cross-replica context",
+            fix="call it in the replica function, or use strategy.reduce(op, x)",
         )
 
 

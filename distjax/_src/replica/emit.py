@@ -54,16 +54,10 @@ class JaxprEmitter:
         args: Sequence[GlobalValue],
         known: dict[Any, GlobalValue] | None = None,
     ) -> list[GlobalValue]:
-        """Evaluates `jaxpr` on global values.
+        """Returns the outputs of a replica-view jaxpr, evaluated on global values.
 
-        Args:
-          jaxpr: a replica-view jaxpr.
-          consts: values of its constvars, equal on every replica.
-          args: values of its invars.
-          known: values of the jaxpr's variables that are given rather than computed.
-
-        Returns:
-          The values of its outputs.
+        The constants are equal on every replica; `known` are values of its variables that are given
+        rather than computed.
         """
         env: dict[Any, GlobalValue] = dict(known or {})
         env.update((v, GlobalValue(c, False)) for v, c in zip(jaxpr.constvars, consts, strict=True))
@@ -138,14 +132,12 @@ def _require_no_ref(eqns: Sequence[jax_compat.JaxprEqn], outs: Sequence[jax_comp
     if made is None:
         return
     raise MergeError(
-        message(
-            "a merge_call needs to come before or after all uses of a jax.new_ref",
-            got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
-            why="on devices the parts of a step before and after a merge are mapped over the "
-            "replicas one by one, and a ref cannot pass from one to the next",
-            fix="value = ref[...] before the merge_call, and ref = jax.new_ref(value) after it; or "
-            "ctx.all_reduce('sum', x) in place of the merge_call",
-        )
+        "a merge_call needs to come before or after all uses of a jax.new_ref",
+        got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
+        why="on devices the parts of a step before and after a merge are mapped over the "
+        "replicas one by one, and a ref cannot pass from one to the next",
+        fix="value = ref[...] before the merge_call, and ref = jax.new_ref(value) after it; or "
+        "ctx.all_reduce('sum', x) in place of the merge_call",
     )
 
 
@@ -388,15 +380,7 @@ _ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
 
 
 class OneDevice:
-    """Evaluates jaxprs of replica functions inside `vmap`.
-
-    Args:
-      analysis: the analysis for the replica axis.
-      num_replicas: R, the size of the axis.
-
-    Attributes:
-      axis_name: the name of the replica axis.
-    """
+    """Evaluates jaxprs of replica functions inside `vmap`."""
 
     def __init__(self, analysis: Analysis, num_replicas: int):
         self._analysis, self.num_replicas = analysis, num_replicas
@@ -496,11 +480,7 @@ class OneDevice:
 
 
 class _Group:
-    """The values of the replicas in this replica's group.
-
-    Attributes:
-      rows: [k, ...], in group order; k is the size of the largest group.
-    """
+    """The values of the replicas in this one's group: `rows` [k, ...], k those of the largest."""
 
     def __init__(self, device: OneDevice, x: ArrayLike, groups: Sequence[Sequence[int]]):
         self.size = max(map(len, groups))

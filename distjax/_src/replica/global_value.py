@@ -14,7 +14,7 @@ from distjax._src.jax_compat import ShapedArray
 from distjax._src.placement import PerReplica, Topology, note_one_value
 from distjax._src.typing import PyTree
 from distjax._src.variables.variable import Variable
-from distjax.errors import LocalityError, message
+from distjax.errors import LocalityError
 
 
 class GlobalValue(NamedTuple):
@@ -71,11 +71,7 @@ def from_variable(variable: Variable, value: jax.Array) -> GlobalValue:
 
 
 def to_variable(variable: Variable, value: GlobalValue, topology: Topology) -> Any:
-    """Inverts `from_variable`: returns the variable's global value.
-
-    Raises:
-      LocalityError: the variable is mirrored and the value may differ.
-    """
+    """Inverts `from_variable`: returns the global value; raises if a mirrored one may differ."""
     form = variable.layout.local_form
     if form.varying:
         return form.from_replicas(stack_replicas(value, topology))
@@ -84,12 +80,10 @@ def to_variable(variable: Variable, value: GlobalValue, topology: Topology) -> A
     if topology.num_replicas == 1:
         return form.from_replicas(lax.squeeze(value.array, (0,)))
     raise LocalityError(
-        message(
-            f"variable {variable.name!r} needs a value that is equal on every replica",
-            got="a value that differs per replica",
-            why="it is mirrored: its copies would diverge",
-            fix="reduce the value before it is written: ctx.all_reduce('mean', x)",
-        )
+        f"variable {variable.name!r} needs a value that is equal on every replica",
+        got="a value that differs per replica",
+        why="it is mirrored: its copies would diverge",
+        fix="reduce the value before it is written: ctx.all_reduce('mean', x)",
     )
 
 

@@ -263,12 +263,10 @@ def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) ->
 def _require_no_writes(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) -> None:
     for variable in _find_written(outer, fn, *shapes):
         raise TraceLeakError(
-            message(
-                f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",
-                got="a write inside cond_fun",
-                why="a condition has no carry of its own",
-                fix="v.assign(x) in body_fun",
-            )
+            f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",
+            got="a write inside cond_fun",
+            why="a condition has no carry of its own",
+            fix="v.assign(x) in body_fun",
         )
 
 

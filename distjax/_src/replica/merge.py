@@ -50,15 +50,11 @@ from distjax._src.replica.global_value import (
 from distjax._src.typing import PyTree
 from distjax._src.variables.state import CreationLog, MergeState, ShapeState, TraceState
 from distjax._src.variables.variable import Variable
-from distjax.errors import MergeError, message
+from distjax.errors import MergeError
 
 
 class Merge(Protocol):
-    """The content of a merge equation.
-
-    Attributes:
-      out_avals: shapes and dtypes of the results, in the replica view.
-    """
+    """The content of a merge equation; `out_avals` are those of its results in the replica view."""
 
     out_avals: Sequence[ShapedArray]
 
@@ -207,12 +203,10 @@ class CotangentMerge:
 def _merge_transpose(cotangents: Sequence[Any], *operands: PyTree, merge: Merge) -> list[Any]:
     if not isinstance(merge, TangentMerge):
         raise MergeError(
-            message(
-                "jax.linear_transpose needs a function without a merge_call",
-                got="a merge_call in the function to transpose",
-                why="nothing says that a merge function is linear; its derivatives are",
-                fix="_, transpose = jax.vjp(fn, x), in place of jax.linear_transpose(fn, x)",
-            )
+            "jax.linear_transpose needs a function without a merge_call",
+            got="a merge_call in the function to transpose",
+            why="nothing says that a merge function is linear; its derivatives are",
+            fix="_, transpose = jax.vjp(fn, x), in place of jax.linear_transpose(fn, x)",
         )
     linear = operands[merge.num_operands :]
     given = tuple(i for i, ct in enumerate(cotangents) if not isinstance(ct, Zero))
@@ -277,15 +271,10 @@ jax_compat.primitive_batchers[merge_p] = _merge_batch
 class UserMerge:
     """A merge function with its arguments and the variables that it uses.
 
-    Operands: the array arguments, then a value for each variable in `read`.
-    Results: the array results, then a value for each variable in `written`.
-
-    Attributes:
-      read, written, created: variables, in the order in which the function meets them.
-      result: the pytree of results.
-      out_avals: shapes and dtypes of the results, in the replica view.
-      jaxpr: array arguments -> array results and written variables, of arguments that are equal on
-        all replicas; None if the function takes only arguments that differ.
+    Operands: the array arguments, then a value for each variable in `read`. Results: the array
+    results, then a value for each variable in `written`. Variables are in the order in which the
+    function meets them. `jaxpr` is that of arguments that are equal on all replicas; None if the
+    function takes only arguments that differ.
     """
 
     read: list[Variable]
@@ -317,11 +306,7 @@ class UserMerge:
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
     def trace_for_shapes(self, *, varying: bool) -> None:
-        """Traces the function abstractly, for its shapes and variables.
-
-        Args:
-          varying: whether each array is passed per replica, or as one value.
-        """
+        """Traces the function for its shapes and variables, with arrays per replica or of all."""
         topology, found = self.topology, dict[str, Any]()
         axes = (topology.num_replicas,) if varying else ()
         given = map(jax_compat.aval_of, self.args.leaves)
@@ -392,13 +377,11 @@ class UserMerge:
         is_other = len(outs) != len(self.result.leaves)
         if is_other or set(state.written) != set(self.written):
             raise MergeError(
-                message(
-                    f"merge function {function_name(self.fn)} needs to do the same on every call",
-                    got="other results or other variables than at its first trace",
-                    why="a merge function is traced more than once, first with arrays in place of "
-                    "values per replica, and must be pure except through variables",
-                    fix="a result, or v.assign(x) of a dj.Variable, in place of Python state",
-                )
+                f"merge function {function_name(self.fn)} needs to do the same on every call",
+                got="other results or other variables than at its first trace",
+                why="a merge function is traced more than once, first with arrays in place of "
+                "values per replica, and must be pure except through variables",
+                fix="a result, or v.assign(x) of a dj.Variable, in place of Python state",
             )
         return outs + [from_variable(v, state.read(v)) for v in self.written]
 
@@ -408,26 +391,21 @@ class UserMerge:
         if found is None:
             return
         raise MergeError(
-            message(
-                f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
-                "of replicas",
-                got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
-                f"{user_lines.source_line(found)}",
-                why="a merge function runs once, in cross-replica context, where there is no "
-                "replica axis",
-                fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
-            )
+            f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
+            "of replicas",
+            got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
+            f"{user_lines.source_line(found)}",
+            why="a merge function runs once, in cross-replica context, where there is no "
+            "replica axis",
+            fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
         )
 
 
 class WeakMerge:
-    """A user's merge as an equation parameter.
+    """A user's merge as an equation parameter; its first `num_results` outputs are results.
 
-    The reference is weak because JAX's cache of abstract evaluations keeps parameters alive,
-    and a merge keeps its arguments alive, such as all variables of a model.
-
-    Attributes:
-      num_results: how many outputs are results; they come first.
+    The reference is weak because JAX's cache of abstract evaluations keeps parameters alive, and a
+    merge keeps its arguments alive, such as all variables of a model.
     """
 
     def __init__(self, merge: UserMerge):
@@ -492,13 +470,8 @@ def call_as_reduction(
 ) -> list[Any]:
     """Returns ``reduce(arrays, *static)``; one equation where a merge is traced for its shapes.
 
-    So what reads such a trace sees what is reduced.
-
-    Args:
-      name: "SUM", "MEAN", "GATHER", or another operation.
-      reduce: the reduction.
-      arrays: its operands.
-      *static: what else it takes.
+    So what reads such a trace sees what is reduced, and how: "SUM", "MEAN", "GATHER" or another
+    name.
     """
     if not isinstance(frames.current().state, ShapeState):
         return reduce(arrays, *static)
@@ -527,9 +500,6 @@ class ClosureValues:
     A merge function is called where it is bound, and again where the program is emitted. In between
     the replica function goes on, and may rebind names that the merge function closes over, such as
     the `v` in ``for v in variables``. The second call must see what the first one saw.
-
-    Args:
-      fn: a function, bound method, or `functools.partial` of one.
     """
 
     def __init__(self, fn: Callable[..., Any]):

@@ -57,12 +57,9 @@ class ReplicaTrace:
     Attributes:
       jaxpr, consts: the replica view; its outputs are the array results, then the written
         variables, then the initial values of the created ones.
-      result: the pytree of results.
-      written: the variables that the function wrote.
-      created: the variables that it created.
       merges: the merges that the jaxpr's equations reference weakly.
-      error: the exception that the function raised after creating variables, or None; if
-        set, the outputs are only the initial values.
+      error: the exception that the function raised after creating variables, or None; if set, the
+        outputs are only the initial values.
     """
 
     jaxpr: jax_compat.Jaxpr
@@ -169,12 +166,10 @@ def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     raise LocalityError(
-        message(
-            f"{function_name(fn)} needs to return values of one replica",
-            got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
-            why="inside a replica function a value is that replica's own",
-            fix="pass it as an argument: strategy.run(fn, args=(x,))",
-        )
+        f"{function_name(fn)} needs to return values of one replica",
+        got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
+        why="inside a replica function a value is that replica's own",
+        fix="pass it as an argument: strategy.run(fn, args=(x,))",
     )
 
 
@@ -203,15 +198,7 @@ _START = "Python needs the value of a traced array"
 def add_notes(
     error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
 ) -> None:
-    """Adds what is known of the cause to an error of a replica function's trace.
-
-    Args:
-      error: the error.
-      name: the user's name for the function.
-      paths: the user's paths to its arrays.
-      leaves: these arrays.
-      num_replicas: R.
-    """
+    """Adds what is known of the cause to an error of a replica function's trace."""
     if isinstance(error, (AttributeError, TypeError, jax.errors.JAXTypeError)):
         add_captured_note(error, name)
         add_value_note(error, name, paths, leaves)
@@ -225,14 +212,7 @@ def add_value_note(
     paths: Sequence[str] = (),
     leaves: Sequence[Any] = (),
 ) -> None:
-    """Adds a note to an error of JAX about a traced value; at most one, by the innermost trace.
-
-    Args:
-      error: the error.
-      name: the user's name for the function that was traced.
-      paths: the user's paths to the arrays that it was traced with.
-      leaves: these arrays.
-    """
+    """Adds a note to an error of JAX about a traced value; at most one, by the innermost trace."""
     text = str(error)
     if not isinstance(error, _TRACED_VALUE) and not _AS_VALUE.search(text):
         return
@@ -270,14 +250,9 @@ def add_captured_note(error: Exception, name: str) -> None:
 def add_keys_note(
     error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
 ) -> None:
-    """Adds a note to an error of JAX about several keys if they are those of an argument.
+    """Adds a note to an error of JAX about several keys if an argument holds R of them.
 
-    Args:
-      error: the error.
-      name: the user's name for the function that was traced.
-      paths: the user's paths to its arrays.
-      leaves: these arrays.
-      num_replicas: R; a loop of `jax.pmap` splits its key into as many.
+    A loop of `jax.pmap` splits its key into as many.
     """
     found = _SEVERAL_KEYS.search(str(error))
     if found is None:
@@ -308,9 +283,6 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
     """Raises if a replica function has a `shard_map` or `pmap` over devices of its strategy.
 
     Only one over model axes may stay: XLA rejects a second one over the replica axis, or aborts.
-
-    Raises:
-      MergeError: naming the axes and the line.
     """
     own = topology.mesh.axis_names if topology.mesh is not None else ()
     for outer, eqn in ((e, s) for e in jaxpr.eqns for s in _shard_maps(e)):
@@ -321,15 +293,12 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
         if (set(axes) <= set(own) and not maps_replicas) or holds_merge(eqn):
             continue
         raise MergeError(
-            message(
-                f"{name} needs to leave devices to its strategy",
-                got=f"a jax.pmap or jax.shard_map over axes {axes}, at "
-                f"{user_lines.source_line(outer)}",
-                why="a replica function already runs on every device, and has no further devices "
-                "to map over",
-                fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
-                "inside a replica; or the call outside of run",
-            )
+            f"{name} needs to leave devices to its strategy",
+            got=f"a jax.pmap or jax.shard_map over axes {axes}, at {user_lines.source_line(outer)}",
+            why="a replica function already runs on every device, and has no further devices "
+            "to map over",
+            fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
+            "inside a replica; or the call outside of run",
         )
 
 
@@ -373,14 +342,7 @@ def _shard_maps(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 class Given(NamedTuple):
-    """A replica function's arguments.
-
-    Attributes:
-      name: the user's name for the function.
-      partitioned: its arguments.
-      names: the user's names for the positional ones.
-      values: the values of their leaves.
-    """
+    """A replica function's arguments, the user's names for them, and the values of the leaves."""
 
     name: str
     partitioned: PartitionedTree
@@ -397,12 +359,7 @@ class TracedRun(NamedTuple):
     """A replica function that has been traced and emitted.
 
     Attributes:
-      fn: the function.
-      given: its arguments.
-      traced: its trace.
-      topology: its replicas.
-      results: its array results, in the global view.
-      values: the same as the user gets them.
+      results: its array results, in the global view; `values`: the same as the user gets them.
       finals: the last values of the variables that it writes, in the global view.
       unequal: the variables that it creates with an initial value that differs.
       num_own: how many of the results are the user's; the others are state of objects.
@@ -432,20 +389,10 @@ def run_in_trace(
     *,
     returns_object_state: bool = False,
 ) -> Any:
-    """Emits ``fn`` on every replica into the current trace.
+    """Emits ``fn`` on every replica into the current trace; returns results in the global view.
 
-    Args:
-      strategy: the strategy whose replicas run.
-      fn: the replica function.
-      args: positional arguments, in the global view.
-      kwargs: keyword arguments.
-      outer: the variable state around the call.
-      returns_object_state: whether the user's results are the first of a tuple of trees. The
-        others are state of objects, which rules later turn into single values.
-
-    Returns:
-      The results in the global view: arrays if proved equal, else PerReplica; Python
-      objects and variables unchanged.
+    If it `returns_object_state`, the user's results are the first of a tuple of trees. The others
+    are state of objects, which rules later turn into single values.
     """
     topology = strategy.extended.topology
     names = positional_names(fn)
@@ -529,11 +476,7 @@ def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalV
 def _bind_created(
     created: Sequence[Any], values: Sequence[GlobalValue], outer: TraceState
 ) -> list[Any]:
-    """Registers created variables with the outer trace, with replica 0's values.
-
-    Returns:
-      Those whose values differ.
-    """
+    """Gives created variables replica 0's values in the outer trace; returns those that differ."""
     for variable, value in zip(created, values, strict=True):
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]

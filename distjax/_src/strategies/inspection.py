@@ -167,14 +167,7 @@ def describe(
     only: str = "",
     full: bool = False,
 ) -> StrategyDescription:
-    """Returns the description of a strategy: see `Strategy.describe`.
-
-    Args:
-      extended: that of the strategy.
-      variables: the descriptions of its variables; None: made from `extended.variables`.
-      only: what the name of a variable contains that is described.
-      full: whether each variable has a line of its own.
-    """
+    """Returns the description of a strategy: see `Strategy.describe`."""
     topology = extended.topology
     if variables is None:
         living = sorted(extended.variables, key=lambda v: v.serial_number)
@@ -230,23 +223,19 @@ def _require_one_value(name: str, leaf: object) -> None:
     in_trace = isinstance(leaf, Variable) and frames.current().state is not None
     if in_trace or isinstance(leaf, jax_compat.Tracer):
         raise ContextError(
-            message(
-                f"assert_mirrored needs values, not a trace of them, in {name}",
-                got=f"a traced value, in {frames.current().name}",
-                why="the copies exist only when the program runs",
-                fix="return the value and call strategy.assert_mirrored(value) outside",
-            )
+            f"assert_mirrored needs values, not a trace of them, in {name}",
+            got=f"a traced value, in {frames.current().name}",
+            why="the copies exist only when the program runs",
+            fix="return the value and call strategy.assert_mirrored(value) outside",
         )
     is_components = isinstance(leaf, Variable) and leaf.policy.stacked
     if is_components or is_per_replica(leaf):
         what = "a sync-on-read variable" if is_components else "a PerReplica"
         raise LocalityError(
-            message(
-                f"assert_mirrored needs one value that every replica holds, in {name}",
-                got=f"{what}: a value of its own for each replica",
-                why="such values may differ, so nothing can have drifted",
-                fix="leave it out, or reduce it first: strategy.reduce('mean', x)",
-            )
+            f"assert_mirrored needs one value that every replica holds, in {name}",
+            got=f"{what}: a value of its own for each replica",
+            why="such values may differ, so nothing can have drifted",
+            fix="leave it out, or reduce it first: strategy.reduce('mean', x)",
         )
 
 

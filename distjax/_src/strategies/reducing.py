@@ -161,12 +161,10 @@ def _locate_variable(
         return GlobalValue(components.stacked, True)
     if is_sum and extended.num_replicas > 1:
         raise LocalityError(
-            message(
-                f"reduce(SUM) needs a value per replica, not mirrored variable {variable.name!r}",
-                got=repr(variable),
-                why="its copies are equal: their sum would be R times the variable",
-                fix="use v.value as it is; R times it is reduce('sum', v.value)",
-            )
+            f"reduce(SUM) needs a value per replica, not mirrored variable {variable.name!r}",
+            got=repr(variable),
+            why="its copies are equal: their sum would be R times the variable",
+            fix="use v.value as it is; R times it is reduce('sum', v.value)",
         )
     return GlobalValue(variable.value, False)
 
@@ -409,12 +407,10 @@ def broadcast_to(extended: ExtendedForVariables, value: PyTree, destinations: De
             return x  # a Python object among arrays, which `run` takes as it is
         if isinstance(x, PerReplica):
             raise LocalityError(
-                message(
-                    "broadcast_to needs one value",
-                    got=f"a PerReplica of {x.num_replicas} values",
-                    why="every destination gets the same value",
-                    fix="strategy.reduce('mean', x), or strategy.local_results(x)[0]",
-                )
+                "broadcast_to needs one value",
+                got=f"a PerReplica of {x.num_replicas} values",
+                why="every destination gets the same value",
+                fix="strategy.reduce('mean', x), or strategy.local_results(x)[0]",
             )
         x = x.value if isinstance(x, Variable) else x
         require_no_mask(x, "broadcast_to")
@@ -459,18 +455,7 @@ def _is_placeable(leaf: PyTree) -> bool:
 def resolve(
     extended: ExtendedForVariables, destinations: Destinations, method: str
 ) -> Sharding | None:
-    """Returns the sharding that `destinations` stands for; None: any will do.
-
-    Args:
-      extended: that of the strategy.
-      destinations: a variable, an array or PerReplica (its devices), a
-        jax.Device or its name, a sequence of them, or None (all workers).
-      method: the call's public name, for errors.
-
-    Raises:
-      ValueError: anything else, an empty sequence or string, or a device that is named twice.
-      LocalityError: an unpickled PerReplica of another number of replicas.
-    """
+    """Returns the sharding that `destinations` stands for; None: any will do."""
     topology = extended.topology
     if destinations is None:
         return topology.mirrored

@@ -113,13 +113,11 @@ class MultiStepContext:
         """
         if is_traced(output):
             raise TraceLeakError(
-                message(
-                    f"set_non_tensor_output({name!r}) needs Python objects",
-                    got=f"a traced value in {describe_value(output)}",
-                    why="the object is kept as the trace has it, and a value of the program "
-                    "exists only while it runs",
-                    fix=f"context.set_last_step_output({name!r}, x, reduce_op='mean')",
-                )
+                f"set_non_tensor_output({name!r}) needs Python objects",
+                got=f"a traced value in {describe_value(output)}",
+                why="the object is kept as the trace has it, and a value of the program "
+                "exists only while it runs",
+                fix=f"context.set_last_step_output({name!r}, x, reduce_op='mean')",
             )
         self.non_tensor_outputs[name] = (output,) if frames.current().is_replica else output
 

@@ -107,12 +107,10 @@ def _require_own(extended: Updated, variable: Variable) -> None:
     if variable.strategy is extended.strategy:
         return
     raise StrategyMismatchError(
-        message(
-            f"update needs a variable of {extended.strategy!r}",
-            got=f"variable {variable.name!r} of {variable.strategy!r}",
-            why="the function runs where the variable's copies are",
-            fix="v.strategy.extended.update(v, fn, args), or create v under this strategy's scope",
-        )
+        f"update needs a variable of {extended.strategy!r}",
+        got=f"variable {variable.name!r} of {variable.strategy!r}",
+        why="the function runs where the variable's copies are",
+        fix="v.strategy.extended.update(v, fn, args), or create v under this strategy's scope",
     )
 
 
@@ -229,24 +227,19 @@ def colocate(extended: Updated, colocate_with: Destinations) -> Generator[None]:
     frame = frames.current()
     if frame.strategy is not extended.strategy:
         raise ContextError(
-            message(
-                f"colocate_vars_with. Need to be inside the scope of {extended.strategy!r}",
-                got=frame.name,
-                why="it changes how this strategy creates variables",
-                fix="with strategy.scope(), strategy.extended.colocate_vars_with(v): ...",
-            )
+            f"colocate_vars_with. Need to be inside the scope of {extended.strategy!r}",
+            got=frame.name,
+            why="it changes how this strategy creates variables",
+            fix="with strategy.scope(), strategy.extended.colocate_vars_with(v): ...",
         )
     variable = colocate_with if isinstance(colocate_with, Variable) else None
     if not _is_non_slot(extended, colocate_with):
         raise LocalityError(
-            message(
-                "`colocate_vars_with` must only be passed a variable created in this "
-                "tf.distribute.Strategy.scope(), or what non_slot_devices returned",
-                got=describe_value(colocate_with) if variable is None else repr(variable),
-                why=f"new variables of {extended.strategy!r} can only live where its variables "
-                "live",
-                fix="strategy.extended.colocate_vars_with(v) for a v made under strategy.scope()",
-            )
+            "`colocate_vars_with` must only be passed a variable created in this "
+            "tf.distribute.Strategy.scope(), or what non_slot_devices returned",
+            got=describe_value(colocate_with) if variable is None else repr(variable),
+            why=f"new variables of {extended.strategy!r} can only live where its variables live",
+            fix="strategy.extended.colocate_vars_with(v) for a v made under strategy.scope()",
         )
     with frames.with_block(dataclasses.replace(frame, colocate_with=variable)):
         yield
@@ -283,12 +276,8 @@ def cross_replica_step(
 ) -> Step:
     """Returns cross-replica code of distjax around a function of the user, as a program's step.
 
-    Args:
-      extended: that of the strategy in whose context it runs.
-      name: its name.
-      resolve: returns the user's function, which a program need not keep alive.
-      emit: runs the code: ``emit(fn, state, args, kwargs)``.
-      argument_names: the names of its positional arguments.
+    ``emit(fn, state, args, kwargs)`` runs it. A program need not keep alive what ``resolve()``
+    returns, the function.
     """
     place, strategy = extended.place_arguments, extended.strategy
     return Step(resolve, emit, place, name, argument_names, strategy, takes_objects=False)

@@ -181,14 +181,12 @@ def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ..
     if len(rows) == len(topology.local_replicas):
         return tuple(rows.values())
     raise LocalityError(
-        message(
-            "a value per replica needs to lie with its replicas to be taken apart",
-            got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
-            f"holds the values of replicas {list(rows)}",
-            why="the others are in other processes, and taking apart moves nothing between them",
-            fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
-            "its replica",
-        )
+        "a value per replica needs to lie with its replicas to be taken apart",
+        got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
+        f"holds the values of replicas {list(rows)}",
+        why="the others are in other processes, and taking apart moves nothing between them",
+        fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
+        "its replica",
     )
 
 
@@ -309,12 +307,10 @@ def _require_arrays(tree: PyTree) -> None:
     if not leaves or any(is_array(leaf) or is_per_replica(leaf) for leaf in leaves):
         return
     raise LocalityError(
-        message(
-            "per_replica needs arrays [R, ...], a row per replica",
-            got=f"a tree without any array: {describe_value(tree)}",
-            why="a list of R numbers is R values, which all replicas share",
-            fix="strategy.per_replica(np.array([1.0, 2.0]))",
-        )
+        "per_replica needs arrays [R, ...], a row per replica",
+        got=f"a tree without any array: {describe_value(tree)}",
+        why="a list of R numbers is R values, which all replicas share",
+        fix="strategy.per_replica(np.array([1.0, 2.0]))",
     )
 
 
@@ -349,12 +345,10 @@ def require_rows(leaf: PyTree, where: str, topology: Topology, fix: str = _AS_IT
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
     raise LocalityError(
-        message(
-            f"{where} needs a leading dimension of {topology.num_replicas}, a row per replica",
-            got=describe_value(leaf),
-            why="row r is the value of replica r, as jax_utils.replicate and pmap stack them",
-            fix=fix,
-        )
+        f"{where} needs a leading dimension of {topology.num_replicas}, a row per replica",
+        got=describe_value(leaf),
+        why="row r is the value of replica r, as jax_utils.replicate and pmap stack them",
+        fix=fix,
     )
 
 

@@ -49,7 +49,7 @@ from distjax._src.typing import (
 from distjax._src.variables.construct import initializer_of
 from distjax._src.variables.conversion import is_number
 from distjax._src.variables.layouts import MirroredPlacement
-from distjax.errors import LocalityError, UnsupportedError, message
+from distjax.errors import LocalityError, UnsupportedError
 
 
 class ReferenceStrategy(Strategy):
@@ -150,12 +150,10 @@ class ReferenceExtended(StrategyExtended):
         if frames.current().state is None and not jax_compat.tracing():
             return
         raise UnsupportedError(
-            message(
-                f"{method} of {self.strategy!r} needs to be called outside of JAX traces",
-                got="a call inside dj.jit, jax.jit, grad or vmap",
-                why="the reference interpreter runs replicas as threads on concrete values",
-                fix="call the function without jit: step.__wrapped__(...) for a dj.jit function",
-            )
+            f"{method} of {self.strategy!r} needs to be called outside of JAX traces",
+            got="a call inside dj.jit, jax.jit, grad or vmap",
+            why="the reference interpreter runs replicas as threads on concrete values",
+            fix="call the function without jit: step.__wrapped__(...) for a dj.jit function",
         )
 
     # -- cross-replica operations ---------------------------------------------
@@ -189,12 +187,10 @@ class ReferenceExtended(StrategyExtended):
             return components(value, self.num_replicas)
         if op is ReduceOp.SUM and not value.is_on_read and self.num_replicas > 1:
             raise LocalityError(
-                message(
-                    f"reduce(SUM) needs a value per replica, not mirrored variable {value.name!r}",
-                    got=repr(value),
-                    why="its components are equal: the sum would be R times the variable",
-                    fix="use v.value",
-                )
+                f"reduce(SUM) needs a value per replica, not mirrored variable {value.name!r}",
+                got=repr(value),
+                why="its components are equal: the sum would be R times the variable",
+                fix="use v.value",
             )
         return list(value.local_results())
 
@@ -309,12 +305,10 @@ class ReferenceExtended(StrategyExtended):
         given = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
         if not var.is_on_read and any(isinstance(x, PerReplica) for x in given):
             raise LocalityError(
-                message(
-                    f"update of variable {var.name!r} needs arguments equal on every component",
-                    got="a PerReplica",
-                    why="every component of a mirrored variable gets the same update",
-                    fix="g = strategy.extended.reduce_to('sum', g, var)",
-                )
+                f"update of variable {var.name!r} needs arguments equal on every component",
+                got="a PerReplica",
+                why="every component of a mirrored variable gets the same update",
+                fix="g = strategy.extended.reduce_to('sum', g, var)",
             )
         result = self.update_non_slot(var, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
         if not var.is_on_read:

@@ -46,10 +46,8 @@ from distjax.errors import (
 class Meeting(NamedTuple):
     """One replica's contribution to a meeting.
 
-    Attributes:
-      what: a description of the call; must be the same on all replicas.
-      value: this replica's value.
-      hold: returns the answers, one per replica, from the values of all.
+    `what` describes the call, and must be the same on all replicas; ``hold(values of all)`` returns
+    the answers, one per replica.
     """
 
     what: str
@@ -62,13 +60,7 @@ class _Aborted(BaseException):
 
 
 class ReplicaThread(threading.Thread):
-    """One replica: runs ``body`` on demand, up to its next meeting.
-
-    Attributes:
-      meeting: the meeting it waits for; None when it is done.
-      result: the result of ``body``.
-      error: the exception raised by ``body``.
-    """
+    """One replica: runs ``body`` on demand, up to its next meeting; None when it is done."""
 
     def __init__(self, number: int, body: Callable[[ReplicaThread], Any]):
         super().__init__(name=f"replica {number}", daemon=True)
@@ -153,13 +145,11 @@ def _hold_meeting(strategy: StrategyLike, meetings: Sequence[Meeting | None]) ->
     if len(set(places)) > 1:
         arrived = ", ".join(f"replica {i} at {place}" for i, place in enumerate(places))
         raise MergeError(
-            message(
-                "all replicas need to make the same merge_call and collective calls, in the same "
-                "order. Some replicas made a different number of merge_call calls",
-                got=arrived,
-                why="each call waits for all replicas",
-                fix="call it on every replica; choose by replica with jnp.where instead",
-            )
+            "all replicas need to make the same merge_call and collective calls, in the same "
+            "order. Some replicas made a different number of merge_call calls",
+            got=arrived,
+            why="each call waits for all replicas",
+            fix="call it on every replica; choose by replica with jnp.where instead",
         )
     present = [m for m in meetings if m is not None]
     with frames.with_frame(Frame(strategy)), jax.disable_jit():
@@ -256,13 +246,11 @@ class ReferenceReplicaContext:
         self._require_current(what)
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
             raise MergeError(
-                message(
-                    f"{what} in the reference interpreter needs concrete values",
-                    got="values of a JAX trace (grad, vmap, jvp, remat)",
-                    why="replicas meet as threads; of all meetings only all_reduce has derivatives "
-                    "and batching here",
-                    fix=f"move {what} out of the transformed function, or use VirtualStrategy",
-                )
+                f"{what} in the reference interpreter needs concrete values",
+                got="values of a JAX trace (grad, vmap, jvp, remat)",
+                why="replicas meet as threads; of all meetings only all_reduce has derivatives "
+                "and batching here",
+                fix=f"move {what} out of the transformed function, or use VirtualStrategy",
             )
         return self._thread.meet(Meeting(what, value, hold))
 
@@ -295,13 +283,11 @@ def require_no_objects(
     if not has_objects(fn, args, kwargs):
         return
     raise UnsupportedError(
-        message(
-            f"run of {strategy!r} needs a function without NNX objects",
-            got="a module, an optimizer, a metric, Rngs or a variable of Flax, passed or captured",
-            why="each replica would change the same object, or a copy that is lost",
-            fix="graphdef, state = nnx.split(model) and nnx.merge in the function, with the new "
-            "state as a result; or dj.VirtualStrategy(2), which takes objects",
-        )
+        f"run of {strategy!r} needs a function without NNX objects",
+        got="a module, an optimizer, a metric, Rngs or a variable of Flax, passed or captured",
+        why="each replica would change the same object, or a copy that is lost",
+        fix="graphdef, state = nnx.split(model) and nnx.merge in the function, with the new "
+        "state as a result; or dj.VirtualStrategy(2), which takes objects",
     )
 
 
@@ -410,14 +396,7 @@ def combine(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
 
 
 def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: PyTree) -> jax.Array:
-    """Returns the masked sum or mean over replicas and over `axis`.
-
-    Args:
-      op: SUM, or MEAN over all kept elements.
-      values: a value [B, ...] per replica.
-      axis: None, an int or a tuple of ints.
-      mask: a bool array [B] per replica, or None.
-    """
+    """Returns the masked sum or mean over replicas and over `axis`."""
     axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
     add: Callable[[Any], Any] = lambda x: x if axes is None else jnp.sum(x, axes, dtype=x.dtype)
     arrays = [summable(op, v) for v in values]

@@ -53,11 +53,7 @@ _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComponentFrame(Frame):
-    """The frame of an update function, which runs once for each component.
-
-    Attributes:
-      component: the number of the component being updated.
-    """
+    """The frame of an update function, which runs once for each component, of this number."""
 
     component: int = 0
 
@@ -190,12 +186,10 @@ class ReferenceVariable(Variable):
         if all_equal(self.components):
             return
         raise LocalityError(
-            message(
-                f"an update of variable {self.name!r} needs to leave its components equal",
-                got="components that differ",
-                why="it is mirrored: the function has read what differs per replica",
-                fix="pass a reduced value as an argument: update(v, fn, args=(x,))",
-            )
+            f"an update of variable {self.name!r} needs to leave its components equal",
+            got="components that differ",
+            why="it is mirrored: the function has read what differs per replica",
+            fix="pass a reduced value as an argument: update(v, fn, args=(x,))",
         )
 
     def _own_component(self, action: str) -> int | None:
@@ -232,12 +226,10 @@ class ReferenceVariable(Variable):
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise UnsupportedError(
-            message(
-                f"variable {self.name!r} of a reference strategy needs reading by components",
-                got="a call for compiled strategies, which reads the one array that they store",
-                why="the reference interpreter keeps a list of components",
-                fix="v.local_results(), or v.value; or dj.VirtualStrategy(R) in its place",
-            )
+            f"variable {self.name!r} of a reference strategy needs reading by components",
+            got="a call for compiled strategies, which reads the one array that they store",
+            why="the reference interpreter keeps a list of components",
+            fix="v.local_results(), or v.value; or dj.VirtualStrategy(R) in its place",
         )
 
 
@@ -256,13 +248,11 @@ def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) ->
     if frame.state is None and not (jax_compat.tracing() if is_write else jax_compat.staging()):
         return
     raise TraceLeakError(
-        message(
-            f"{action} of variable {variable.name!r} of a reference strategy needs concrete values",
-            got="a call inside a JAX trace (jit outside of run, dj.jit, grad, vmap)",
-            why="the reference interpreter reads and writes at once, nothing is traced",
-            fix="call the function without jit: step.__wrapped__(...) for a dj.jit function; "
-            "return the new value from a function under grad and write it outside",
-        )
+        f"{action} of variable {variable.name!r} of a reference strategy needs concrete values",
+        got="a call inside a JAX trace (jit outside of run, dj.jit, grad, vmap)",
+        why="the reference interpreter reads and writes at once, nothing is traced",
+        fix="call the function without jit: step.__wrapped__(...) for a dj.jit function; "
+        "return the new value from a function under grad and write it outside",
     )
 
 

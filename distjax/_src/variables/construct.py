@@ -128,11 +128,7 @@ def _bind(state: TraceState, variable: Variable, value: jax.Array) -> None:
 
 
 def copy_variable(variable: Variable) -> Variable:
-    """Returns a new variable like `variable`, with a copy of its stored array.
-
-    Raises:
-      ContextError: in a replica function, or in a trace.
-    """
+    """Returns a new variable like `variable`, with a copy of its stored array; not in traces."""
     frame = frames.current()
     require(
         not (frame.is_replica or frame.state is not None or jax_compat.tracing()),
@@ -161,13 +157,11 @@ def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
         return jax.eval_shape(make_initial)
     except TraceLeakError as error:
         raise TraceLeakError(
-            message(
-                f"the function that makes the initial value of variable {name!r} needs to read "
-                "no variable",
-                got=str(error).partition("\n")[0].rstrip("."),
-                why="it is traced, so that the value is computed where it is stored",
-                fix="the value itself: dj.Variable(other.value * 2)",
-            )
+            f"the function that makes the initial value of variable {name!r} needs to read "
+            "no variable",
+            got=str(error).partition("\n")[0].rstrip("."),
+            why="it is traced, so that the value is computed where it is stored",
+            fix="the value itself: dj.Variable(other.value * 2)",
         ) from error
 
 
@@ -237,19 +231,13 @@ def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
 def initializer_of(
     initial_value: PyTree, dtype: DTypeLike | None, name: str
 ) -> Callable[[], Array]:
-    """Returns a function that makes the array of an initial value, and raises if that is none.
-
-    Raises:
-      LocalityError: a PerReplica.
-    """
+    """Returns a function that makes the array of an initial value, and raises if that is none."""
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
-            message(
-                f"variable {name!r} needs one initial value",
-                got=f"a PerReplica of {initial_value.num_replicas} values",
-                why="every copy of a variable starts from the same value",
-                fix="strategy.reduce('mean', x) first; components are set in a replica function",
-            )
+            f"variable {name!r} needs one initial value",
+            got=f"a PerReplica of {initial_value.num_replicas} values",
+            why="every copy of a variable starts from the same value",
+            fix="strategy.reduce('mean', x) first; components are set in a replica function",
         )
 
     def make() -> Array:

@@ -106,19 +106,10 @@ def dtype_rank(dtype: DTypeLike) -> int | None:
 
 
 def convert(variable: Declared, value: PyTree, method: str) -> Array:
-    """Returns `value` as an array with the shape and dtype of `variable`.
+    """Returns `value` as an array with the shape and dtype of `variable`, or raises.
 
-    A host value stays on the host, as a numpy array that nobody else holds.
-
-    Args:
-      variable: the variable being written.
-      value: an array, a number, or lists of these.
-      method: the name of the method that the user called.
-
-    Raises:
-      TypeError: not an array of numbers, or a dtype of a higher kind than the variable's.
-      ValueError: the shape differs.
-      OverflowError: a number or numpy array with values out of the dtype's range.
+    A host value stays on the host, as a numpy array that nobody else holds. `method` is what the
+    user called.
     """
     what = f"{method} of variable {variable.name!r}"
     numbers_fix = f"v.{method}(jnp.zeros(v.shape, v.dtype)), a number, or lists of numbers"
@@ -140,19 +131,11 @@ def convert(variable: Declared, value: PyTree, method: str) -> Array:
 
 
 def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str, *, rounds: bool = False) -> Array:
-    """Returns a numpy or JAX array cast to a dtype of its kind, or of a higher one.
+    """Returns an array cast to a dtype of its kind, or of a higher one; or raises.
 
-    Args:
-      array: a numpy or JAX array.
-      dtype: the dtype of the variable.
-      what: what needs it, for errors, such as "assign of variable 'v'".
-      fix: how to cast it explicitly, for errors.
-      rounds: whether the user named the dtype, so that arrays of more bits are rounded.
-
-    Raises:
-      TypeError: `dtype` is of a lower kind; or of fewer bits, for a JAX array whose dtype is not
-        weak: it is the result of a computation, which a numpy array or a number need not be.
-      OverflowError: a numpy array with values out of the range of `dtype`.
+    With `rounds` the user named the dtype, so that arrays of more bits are rounded. Otherwise a JAX
+    array whose dtype is not weak may not lose bits: it is the result of a computation, which a
+    numpy array or a number need not be.
     """
     if array.dtype == dtype:
         return without_weak_type(array)

@@ -80,12 +80,8 @@ def as_html_table(
 ) -> str:
     """Returns a table of a variable's properties, placement and values.
 
-    Args:
-      title: the variable, if it has no storage to be described.
-      described: its description.
-      strategy: its strategy.
-      value: its value in global form, or what stands for it.
-      is_stacked: whether this has a component per replica.
+    `title` stands for one without storage. The value is in global form; if `is_stacked`, it has a
+    component per replica.
     """
     if described is None:
         return as_html([Table(title)])

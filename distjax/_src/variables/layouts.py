@@ -111,11 +111,7 @@ class LocalForm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class UnsplitForm:
-    """Each replica holds everything it reads: the value, or its own component.
-
-    Args:
-      num_components: R if the global form is [R, ...]; None for a single value.
-    """
+    """Each replica holds all that it reads: the value, or one of R `num_components`."""
 
     num_components: int | None
     is_split = False

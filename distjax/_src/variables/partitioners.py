@@ -32,11 +32,7 @@ def require_partitioner(owner: str, partitioner: object) -> None:
 def count_shards(
     owner: str, partitioner: Partitioner, shape: tuple[int, ...], dtype: DTypeLike
 ) -> list[int]:
-    """Returns the number of shards along each axis that a partitioner asks for.
-
-    Raises:
-      ValueError: it returned anything else.
-    """
+    """Returns how many shards a partitioner asks for along each axis, or raises a ValueError."""
     given: Any = partitioner(shape, dtype)
     shards = list(given) if isinstance(given, Iterable) else []
     is_count = lambda n: isinstance(n, (int, np.integer)) and n >= 0

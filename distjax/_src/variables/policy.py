@@ -99,11 +99,7 @@ def resolve_modes(synchronization: object, aggregation: object, name: str) -> Va
 
 
 def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
-    """Returns the table entry for a variable of a strategy with replicas.
-
-    Raises:
-      ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
-    """
+    """Returns the table entry for a variable of a strategy with replicas; or raises."""
     synchronization, aggregation = modes
     require_synchronization(synchronization, name)
     require(

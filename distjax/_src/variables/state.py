@@ -37,12 +37,7 @@ class WeakVariable(weakref.ref[Any]):
 
 
 class TracedVariable(Protocol):
-    """A variable, as a trace needs it.
-
-    Attributes:
-      name: its name.
-      is_being_made: whether the trace that creates it is active.
-    """
+    """A variable, as a trace needs it; `is_being_made` while the trace that creates it is on."""
 
     name: str
     is_being_made: bool
@@ -65,14 +60,12 @@ def _variable_abstract_eval(*, variable: WeakVariable, aval: ShapedArray) -> Sha
 def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     read: Any = variable()
     raise TraceLeakError(
-        message(
-            f"a read of variable {read.name!r} needs to be traced with its step",
-            got="eager evaluation, though the step is being traced",
-            why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
-            "left JAX's state of this thread behind",
-            fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "
-            "thread, or restart the process",
-        )
+        f"a read of variable {read.name!r} needs to be traced with its step",
+        got="eager evaluation, though the step is being traced",
+        why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
+        "left JAX's state of this thread behind",
+        fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "
+        "thread, or restart the process",
     )
 
 
@@ -99,11 +92,9 @@ class TraceState:
     """Values of variables during one trace, in one of the two views.
 
     Attributes:
-      local_view: whether values are one replica's; else they are in global form
-        ([R, ...] for a variable with one component per replica).
-      trace: the JAX trace that owns the values.
+      local_view: whether values are one replica's; else they are in global form ([R, ...] for a
+        variable with one component per replica).
       read_order: variables whose value at the start of the trace is needed.
-      written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
       memory: what layers above remember of the functions that run in this trace.
       holds_whole: whether values of split variables are whole in the replica view, too.
@@ -227,15 +218,13 @@ class CreationLog:
     """The variables that one trace creates, or that the previous trace created.
 
     Attributes:
-      made: the previous trace's variables by position; a constructor that runs again
-        returns the one made at its position.
+      made: the previous trace's variables by position; a constructor that runs again returns the
+        one made at its position.
       outermost: the log that counts constructors across all nested traces.
       values: the variables that this trace creates and their initial values, in its view.
       collected: in the outermost log, the variables that any of these traces created.
-      makes_at_once: whether variables get their storage immediately, from concrete
-        initial values (merge functions, whose shape trace is thrown away).
-      remembered: the variables that were made immediately.
-      reused: the names of the previous trace's variables that constructors returned.
+      makes_at_once: whether variables get their storage immediately, from concrete initial values
+        (merge functions, whose shape trace is thrown away); they are `remembered`.
     """
 
     def __init__(
@@ -354,10 +343,7 @@ _TRANSFORMS = {
 def leak_text(variable: TracedVariable, action: str, place: str) -> str:
     """Returns the text for using a variable in a trace that distjax does not own.
 
-    Args:
-      variable: the variable.
-      action: "read" or "write".
-      place: where it happens, used if the call stack shows no JAX construct.
+    `place` is where that happens, if the call stack shows no JAX construct.
     """
     construct = _enclosing_construct()
     inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"

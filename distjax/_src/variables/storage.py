@@ -36,11 +36,8 @@ from distjax.errors import ContextError, UnsupportedError, message
 class NewestArrays:
     """The newest arrays of the variables that one program writes, until someone else asks.
 
-    Attributes:
-      stored: the variables' places.
-      arrays: their arrays, the list that the program takes and returns.
-      read: the arrays of the variables that the program only reads.
-      are_here: whether the variables do not have these arrays, but what was before, or none.
+    `arrays` is the list that the program takes and returns. If they `are_here`, the variables do
+    not have these arrays, but what was before, or none.
     """
 
     __slots__ = ("are_here", "arrays", "read", "stored")
@@ -122,11 +119,7 @@ class SeveralLocks:
 
 
 class StoredArray:
-    """The array of one variable: read, swapped and copied here.
-
-    Args:
-      variable: what is stored, for its name, shape, dtype and layout; not kept.
-      lock: the lock of the strategy's variables.
+    """The array of one variable, which it does not keep alive: read, swapped and copied here.
 
     Attributes:
       array: the array, if no program keeps a newer one.
@@ -155,12 +148,7 @@ class StoredArray:
             return self.array
 
     def require(self) -> jax.Array:
-        """Like `read`, but raises an error that names the variable and says why there is none.
-
-        Raises:
-          ContextError: the variable was never initialized, or its array was lost.
-          RuntimeError: the user donated or deleted the array.
-        """
+        """Like `read`, but raises an error that names the variable and says why there is none."""
         array = self.read()
         if array is None:
             raise ContextError(_lost_text(self.name) if self.is_lost else _unmade_text(self.name))
@@ -173,11 +161,7 @@ class StoredArray:
         self.require()
 
     def hand_out(self) -> Any:
-        """Returns the array, for anyone to keep.
-
-        Raises:
-          ContextError, RuntimeError: see `require`.
-        """
+        """Returns the array, for anyone to keep; raises as `require` does."""
         with self.lock:
             self.lock.settle()
             array = self.require()
@@ -332,12 +316,10 @@ class CompileOnlyStorage(StoredArray):
     def require(self) -> NoReturn:
         """Raises: no array is there."""
         raise UnsupportedError(
-            message(
-                f"variable {self.name!r} needs real devices to have a value",
-                got="a strategy on devices of jax.experimental.topologies",
-                why="programs can be compiled for such devices, but nothing runs on them",
-                fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
-            )
+            f"variable {self.name!r} needs real devices to have a value",
+            got="a strategy on devices of jax.experimental.topologies",
+            why="programs can be compiled for such devices, but nothing runs on them",
+            fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
         )
 
     def require_made(self) -> None:
@@ -377,12 +359,7 @@ def _copy(array: jax.Array) -> Any:
 
 
 def copy_handles(args: tuple[Any, ...], numbers: Collection[int]) -> tuple[Any, ...]:
-    """Returns the arguments, with copies of donated arrays that are variables' too.
-
-    Args:
-      args: positional arguments.
-      numbers: the positions of those that are about to be donated.
-    """
+    """Returns the arguments, with copies of donated arrays that are variables' too."""
     if not handed_out:
         return args
     copy = lambda x: _copy(x) if handed_out.get(id(x)) is x else x
@@ -396,12 +373,6 @@ def require_undeleted(
 
     Checks only the first array of each argument, since the arrays of one argument are donated
     together. An argument passed by keyword is not donated.
-
-    Args:
-      function: the name of the function called.
-      names: the names of its positional parameters.
-      numbers: the positions of the arguments that the call donates.
-      args: its positional arguments.
     """
     for number in numbers:
         if number >= len(args):

@@ -447,16 +447,14 @@ def _state_for(variable: Variable, frame: Frame, action: str) -> TraceState | No
     if frame.owns_variable(variable, read=action == "read"):
         return frame.state
     raise StrategyMismatchError(
-        message(
-            f"a {action} of variable {variable.name!r} needs its own strategy, "
-            f"{variable.strategy!r}, to be active",
-            got=frame.name,
-            why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
-            "devices of another strategy",
-            fix=f"create it under the strategy that uses it: with strategy.scope(): "
-            f"v = dj.Variable(...) (here strategy is {frame.strategy!r}); or run the step "
-            "under the variable's own: with strategy.scope(), or dj.pmap(fn, strategy=strategy)",
-        )
+        f"a {action} of variable {variable.name!r} needs its own strategy, "
+        f"{variable.strategy!r}, to be active",
+        got=frame.name,
+        why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
+        "devices of another strategy",
+        fix=f"create it under the strategy that uses it: with strategy.scope(): "
+        f"v = dj.Variable(...) (here strategy is {frame.strategy!r}); or run the step "
+        "under the variable's own: with strategy.scope(), or dj.pmap(fn, strategy=strategy)",
     )
 
 
@@ -666,13 +664,11 @@ def require_one_value(variable: Variable, value: object, method: str, frame: Fra
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
-        message(
-            f"{method} of variable {variable.name!r} needs one value",
-            got=f"a PerReplica of {value.num_replicas} values in {frame.name}",
-            why="in one assignment every copy of the variable gets the same value",
-            fix=f"reduce it first: v.{method}(strategy.reduce('sum', x)); components are written "
-            "in a replica function or by strategy.extended.update",
-        )
+        f"{method} of variable {variable.name!r} needs one value",
+        got=f"a PerReplica of {value.num_replicas} values in {frame.name}",
+        why="in one assignment every copy of the variable gets the same value",
+        fix=f"reduce it first: v.{method}(strategy.reduce('sum', x)); components are written "
+        "in a replica function or by strategy.extended.update",
     )
 
 

@@ -303,12 +303,7 @@ def _own_devices(
 
 
 def _as_axes(axes: PyTree, argument: str) -> Any:
-    """Returns `in_axes` or `out_axes`, checked; a list of `in_axes` becomes a tuple.
-
-    Raises:
-      TypeError: a leaf that is neither an int nor None.
-      ValueError: a negative int.
-    """
+    """Returns `in_axes` or `out_axes`, checked; a list of `in_axes` becomes a tuple."""
     leaves = jax.tree.leaves(axes)
     wrong = [x for x in leaves if not is_int(x)]
     negative = [x for x in leaves if is_int(x) and x < 0]
@@ -379,17 +374,10 @@ def _run_on_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _Mapping:
-    """How a function's arguments and results are mapped.
+    """How a function's arguments and results are mapped, as `pmap` was told.
 
-    Attributes:
-      name: the function's name, for errors.
-      argument_names: the names of its positional arguments, for errors.
-      axis_name: the replica axis as the user named it, or None.
-      in_axes: a prefix of the positional arguments; keywords use axis 0.
-      out_axes: a prefix of the results.
-      stacks: whether results are stacked; else they are those of `run`.
-      axis_size: R as the user gave it, or None.
-      static: numbers of the positional arguments that are Python values.
+    `stacks` says whether results are stacked; else they are those of `run`. `axis_size` is R as the
+    user gave it, to be checked.
     """
 
     name: str
@@ -431,11 +419,7 @@ class _Mapping:
         )
 
     def num_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Returns R, the size of the first mapped axis.
-
-        Raises:
-          ValueError: nothing is mapped.
-        """
+        """Returns R, the size of the first mapped axis; raises if nothing is mapped."""
         if self.in_axes == 0:  # the common case; a PerReplica exposes its stacked array here
             for arg in args:
                 rows = _rows_of(arg)
@@ -457,12 +441,7 @@ class _Mapping:
     def as_values(
         self, args: tuple[Any, ...], kwargs: dict[str, PyTree], topology: Topology
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns the arguments for `run`, with a PerReplica where rows are mapped.
-
-        Raises:
-          ValueError: the number of rows is not that of replicas, or nothing is mapped.
-          LocalityError: a PerReplica where the axis is None.
-        """
+        """Returns the arguments for `run`, with a PerReplica where rows are mapped."""
         args, kwargs = self.per_replica(args, kwargs, topology)
         if not self.stacks:
             return args, kwargs
@@ -548,15 +527,7 @@ def _rows_of(tree: PyTree) -> int | None:
 
 
 def _broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
-    """Returns the axis of each leaf of a tree.
-
-    Args:
-      axes: a prefix of the tree.
-      treedef: the tree's structure.
-
-    Raises:
-      ValueError: `axes` is not a prefix.
-    """
+    """Returns the axis of each leaf of a tree, of which `axes` has to be a prefix."""
     if not axes and not isinstance(axes, (tuple, list, dict)):  # 0 or None: the same everywhere
         return [axes] * treedef.num_leaves
     prefix = jax.tree.structure(axes, is_leaf=_is_none)
@@ -596,11 +567,7 @@ def _is_leaf(value: object) -> bool:
 
 
 def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
-    """Returns the number of rows of an argument.
-
-    Raises:
-      ValueError: it has no rows.
-    """
+    """Returns the number of rows of an argument; raises a ValueError if it has none."""
     if isinstance(leaf, PerReplica):
         return leaf.num_replicas
     if is_array_or_struct(leaf) and len(leaf.shape) > axis:
@@ -679,11 +646,7 @@ def _with_axis(leaf: PyTree, axis: int | None, topology: Topology) -> Any:
 def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix: str) -> None:
     """Warns where all values but one are dropped, grouped by `dj.expect` reason.
 
-    Args:
-      mapping: how the function is mapped.
-      paths: the results of which one value is returned for all.
-      run: the trace of the function.
-      prefix: what comes before the user's paths in the results of the trace.
+    `prefix` is what comes before the user's paths in the results of the trace.
     """
     traced = run.traced
     atoms = dict(zip(traced.result.paths, traced.jaxpr.outvars, strict=False))

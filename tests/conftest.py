@@ -17,6 +17,11 @@ import zlib
 
 PLATFORM = os.environ.get("DISTJAX_TESTS_PLATFORM", "cpu")
 
+# Kept, as the programs below are: each worker would compile 500 files again, half of what it takes
+# to collect the tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Read when JAX is imported; children inherit them.
 os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 # Most programs run once: a quarter of the time of the tests would be LLVM making them fast.

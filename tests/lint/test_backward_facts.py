@@ -1,7 +1,5 @@
 """Facts of gradients: what a loss is made of is known behind every layer of a model."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from jax import lax, nn
 
 import distjax as dj
-from distjax.errors import ReductionWarning
+from distjax.errors import CheckError, ReductionWarning
 from tests.wrong_programs.program import BATCH, FEATURES, ctx, inputs, on_replicas
 
 WIDTH = 8
@@ -143,11 +141,9 @@ def test_a_sum_of_means_is_found_behind_a_layer(layer):
     def step(w, x, op):
         return w - 0.1 * ctx().all_reduce(op, gradient(w, x))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ReductionWarning)
-        s.run(step, args=(weights(), inputs(s), "mean"))
-    with pytest.warns(ReductionWarning, match="the sum of R means"):
-        s.run(step, args=(weights(), inputs(s), "sum"))
+    assert dj.check(step, weights(), inputs(s), "mean", strategy=s, rules_only=True) is None
+    with pytest.raises(CheckError, match="the sum of R means"):
+        dj.check(step, weights(), inputs(s), "sum", strategy=s, rules_only=True)
 
 
 #: Losses whose sum over R replicas is the mean over all examples, of a layer's [n, WIDTH], a mask

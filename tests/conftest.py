@@ -7,13 +7,20 @@ and rows of the table that need more of them than there are skip.
 import functools
 import gc
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import signal
 import sys
 import threading
+import zlib
 
 PLATFORM = os.environ.get("DISTJAX_TESTS_PLATFORM", "cpu")
+
+# Kept, as the programs below are: each worker would compile 500 files again, half of what it takes
+# to collect the tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Read when JAX is imported; children inherit them.
 os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
@@ -50,6 +57,9 @@ from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (h
 from tests.pairwise import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
+
+#: Tests go to workers by files.
+pytest_plugins = ["tests.by_file"]
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and many are about it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -100,6 +110,11 @@ STRATEGIES = {name: (lambda make=make, n=n: make(_devices(n))) for name, make, n
 #: A row of each kind, and each number of replicas: for tests of what is built on strategies.
 SAMPLE = "default one_device mirrored8 virtual3 parameters2 central3 two_each2".split()
 
+#: Where tests of two replicas ask how these are made, on two devices and on one: each test runs on
+#: both. Elsewhere one test runs on two devices, and the next one on one.
+OF_REPLICAS = ("collectives", "conformance", "placement", "replica", "strategies", "variables")
+PAIR = ["mirrored2", "virtual2"]
+
 
 #: Rows whose programs are those of another row: `conformance/test_same_program.py` shows it, and
 #: the laws run over the other one. (ZeRO 2 stays once, for values that are reduced to a variable.)
@@ -136,25 +151,54 @@ NOT_AT_SERVERS = {
 OF_GROUPS = ("test_merging", "test_running", "test_updating")
 
 
+def _asks_for(metafunc, name):
+    """Whether a test takes a fixture of this file, which its module does not have of its own."""
+    of_its_own = [*vars(metafunc.module)]
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0]
+        of_its_own += names.replace(",", " ").split() if isinstance(names, str) else names
+    return name in metafunc.fixturenames and name not in of_its_own
+
+
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample.
 
     A module that has a fixture ``strategy`` of its own chooses itself, and so does `tests/check`.
     """
     folder = metafunc.definition.path.parent.name
-    is_own = "strategy" in vars(metafunc.module) or folder == "check"
-    if "strategy" in metafunc.fixturenames and not is_own:
-        is_law = folder == "conformance"
-        laws = [row for row in STRATEGIES if row not in SAME_PROGRAM and row not in OTHER_COUNTS]
-        rows = [*laws, *SPANNING] if is_law else SAMPLE
-        if PLATFORM != "cpu":  # one process to a machine's accelerators
-            rows = [row for row in rows if row not in SPANNING]
+    names, rows = [], []
+    if _asks_for(metafunc, "strategy") and folder != "check":
+        names, rows = ["strategy"], SAMPLE
+        if folder == "conformance":
+            rows = [row for row in STRATEGIES if row not in {*SAME_PROGRAM, *OTHER_COUNTS}]
+            rows += SPANNING if PLATFORM == "cpu" else []  # one process to accelerators
         if metafunc.function.__name__ in NOT_AT_SERVERS:
             rows = [row for row in rows if row not in ("servers", "groups")]
         if metafunc.definition.path.stem not in OF_GROUPS:
             rows = [row for row in rows if row != "groups"]
-        rows = [pytest.param(row, marks=pytest.mark.table) for row in rows]
-        metafunc.parametrize("strategy", rows, indirect=True)
+    elif _asks_for(metafunc, "pair"):
+        names, rows = ["pair"], PAIR
+        if folder not in OF_REPLICAS:
+            first = zlib.crc32(metafunc.function.__name__.encode()) % 2
+            rows = [PAIR[first], PAIR[not first]]
+    if _asks_for(metafunc, "how"):
+        if not names or folder in OF_REPLICAS:
+            metafunc.parametrize("how", list(HOW), indirect=True)
+        else:
+            names, rows = [*names, "how"], _with_how(names, rows)
+    elif names == ["pair"] and folder not in OF_REPLICAS:
+        rows = rows[:1]
+    if names:
+        marks = pytest.mark.table if "strategy" in names else ()
+        rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+        rows = [pytest.param(*row, marks=marks) for row in rows]
+        metafunc.parametrize(names, rows, indirect=True)
+
+
+def _with_how(names, rows):
+    """Returns rows with how each is called: that `dj.jit` changes nothing is a law."""
+    called = [*zip(rows, itertools.cycle([*HOW][::-1]), strict=False)]
+    return called if names == ["pair"] else [*called, ("mirrored8", "eager")]
 
 
 def _reuse(make, uses=10):
@@ -223,7 +267,7 @@ def make_another(request):
     return STRATEGIES.get(request.node.callspec.params["strategy"])
 
 
-@pytest.fixture(params=["mirrored2", "virtual2"])
+@pytest.fixture
 def pair(request):
     """Two replicas, on two devices and on one."""
     return STRATEGIES[request.param]()
@@ -235,7 +279,7 @@ def mirrored():
     return STRATEGIES["mirrored2"]()
 
 
-@pytest.fixture(params=list(HOW))
+@pytest.fixture
 def how(request):
     """What a cross-replica function is passed through: nothing, or `dj.jit`."""
     return HOW[request.param]

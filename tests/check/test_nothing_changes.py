@@ -33,7 +33,10 @@ def check(step, *args, end, **options):
         dj.check(step, *args, **options)
 
 
-@pytest.fixture(params=["virtual", "mirrored", "central", "parameters"])
+STRATEGIES = ["virtual", "mirrored", "central", "parameters"]
+
+
+@pytest.fixture(params=STRATEGIES)
 def strategy(request):
     devices = jax.devices()[:R]
     return {
@@ -46,7 +49,11 @@ def strategy(request):
     }[request.param]()
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("strategy", "end"),
+    [*(("virtual", end) for end in ENDS), *((s, "wrong") for s in STRATEGIES[1:])],
+    indirect=["strategy"],
+)
 def test_variables_and_optimizers(strategy, end):
     on_read = dj.VariableSynchronization.ON_READ
     with strategy.scope():
@@ -80,8 +87,9 @@ def test_variables_and_optimizers(strategy, end):
         assert not np.array_equal(np.asarray(variables["w"].value), before[0])
 
 
-@pytest.mark.parametrize("way", ["passed", "captured"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "way"), [*((end, "captured") for end in ENDS), ("wrong", "passed")]
+)
 def test_modules_and_their_random_numbers(end, way):
     nnx = pytest.importorskip("flax.nnx")
     strategy = dj.VirtualStrategy(R)

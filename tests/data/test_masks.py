@@ -32,7 +32,7 @@ def losses(x):
 
 @pytest.mark.filterwarnings("ignore::distjax.errors.RecompilationWarning")
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(first=st.integers(1, 9), sizes=st.lists(st.integers(0, 9), max_size=3), seed=st.integers(0))
 def test_law_reduce_with_the_mask(name, first, sizes, seed):
     strategy = made(name)

@@ -24,7 +24,7 @@ HOWS = st.sampled_from([dj.jit, lambda fn: fn])
 ROUNDING = {"rtol": 1e-4, "atol": 1e-3}
 
 
-@settings(MODEST, max_examples=20)
+@settings(MODEST, max_examples=10)
 @given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS, HOWS)
 def test_compiled_equals_reference(program, flag, num_replicas, how):
     make = programs.maker(program, flag)
@@ -33,7 +33,7 @@ def test_compiled_equals_reference(program, flag, num_replicas, how):
         assert_same(outcome(strategy, make, how), reference, name, **ROUNDING)
 
 
-@settings(MODEST, max_examples=20)
+@settings(MODEST, max_examples=10)
 @given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS)
 def test_proving_more_never_changes_a_value(program, flag, num_replicas):
     make = programs.maker(program, flag)

@@ -127,7 +127,7 @@ def test_local_sgd(load):
 def test_language_model(load, mirrored):
     """A captured metric of Flax differs on each replica until the step ends: its rule sums it."""
     chosen = argparse.Namespace(
-        steps=20, seed=0, context=8, width=8, layers=1, dropout=0.1, micro_batches=2
+        steps=20, seed=0, context=8, width=8, layers=1, dropout=0.1, micro_batches=1
     )
     with mirrored.scope():
         trainer = load("language_model", "train").Trainer(chosen)

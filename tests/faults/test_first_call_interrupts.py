@@ -7,7 +7,7 @@ import distjax as dj
 from tests.interrupts import campaign, in_packages
 
 BOTH, OURS = in_packages("jax", "distjax"), in_packages("distjax")
-STRIDE = 9  # 1 for a campaign: each line costs a call that traces and compiles
+STRIDE = 31  # 1 for a campaign: each line costs a call that traces and compiles
 
 
 def variables_of(strategy):
@@ -85,5 +85,5 @@ def test_each_line_after_the_execution_of_a_call_with_a_new_shape(mirrored):
 
 def test_each_moment_of_distjax_after_the_execution_of_a_first_call(pair):
     cases = Donated(pair)
-    options = dict(after=cases.is_executed, after_calls=OURS, stride=3, limit=500)
+    options = dict(after=cases.is_executed, after_calls=OURS, stride=11, limit=500)
     campaign(cases.make, whole(0, 1), OURS, **options)

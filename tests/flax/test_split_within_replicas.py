@@ -69,7 +69,11 @@ def test_arrays_as_arguments_give_it_too(four_by_two):
     assert model_axes.arguments(four_by_two).cost() == model_axes.by_hand(4, 2).cost()
 
 
-@pytest.mark.parametrize("name", ["adamw", "multi_steps"])
+@pytest.mark.parametrize(
+    ("each", "name"),
+    [*zip(MAKE, ["adamw", "multi_steps", "adamw", "multi_steps"], strict=True)],
+    indirect=["each"],
+)
 def test_the_curve_is_that_of_one_device(each, name, compilations):
     training = model_axes.modules(each, OPTIMIZERS[name])
     losses = [float(training.step(*model_axes.MLP.batch(4))) for _ in range(4)]

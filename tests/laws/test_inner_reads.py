@@ -53,7 +53,7 @@ READERS = sorted(make_readers(None))
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     steps=st.lists(st.one_of(st.sampled_from(READERS), st.integers(1, 3)), min_size=3, max_size=6),
     how=st.sampled_from(["replica", "merge", "jit"]),

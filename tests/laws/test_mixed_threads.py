@@ -150,7 +150,7 @@ def test_threads_that_bring_variables(kind):
         for first, second in zip(NAMES[:3], NAMES[3:], strict=True)
     ]
 
-    @drawn(6, 0, **AS_IT_COMES)
+    @drawn(3, 0, **AS_IT_COMES)
     @given(
         threads(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True).map(tuple))
     )

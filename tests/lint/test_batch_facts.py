@@ -15,7 +15,15 @@ from tests.wrong_programs.batches import (
     gradients_by_example,
     summed_gradient,
 )
-from tests.wrong_programs.program import ctx, inputs, mean, require_silence, total, weights
+from tests.wrong_programs.program import (
+    ctx,
+    inputs,
+    mean,
+    require_silence,
+    require_silence_at,
+    total,
+    weights,
+)
 
 REPLICAS = (2, 3, 4)
 
@@ -60,20 +68,19 @@ COMPLETIONS = [
 ]
 
 
-@pytest.mark.parametrize("num_replicas", REPLICAS)
 @pytest.mark.parametrize("complete", COMPLETIONS, ids=lambda f: f.__name__)
-def test_the_sum_of_parts_of_one_loss(complete, num_replicas):
-    s = dj.VirtualStrategy(num_replicas)
+def test_the_sum_of_parts_of_one_loss(complete):
+    def make(s):
+        def loss(w, x):
+            everyone = complete(s, embedded(w, x))
+            return jnp.mean(contrast(everyone, everyone))
 
-    def loss(w, x):
-        everyone = complete(s, embedded(w, x))
-        return jnp.mean(contrast(everyone, everyone))
+        return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x)), weights(), inputs(s)
 
-    def step(w, x):
-        return w - 0.1 * total(jax.grad(loss)(w, x))
-
-    x, whole = inputs(s), lambda w, x: jnp.mean(contrast(embedded(w, x), embedded(w, x)))
-    require_silence(s, step, weights(), x)
+    require_silence_at(REPLICAS, make)
+    s = dj.VirtualStrategy(3)
+    step, _, x = make(s)
+    whole = lambda w, x: jnp.mean(contrast(embedded(w, x), embedded(w, x)))
     everything = np.concatenate([np.asarray(part) for part in s.local_results(x)])
     expected = weights() - 0.1 * jax.grad(whole)(weights(), everything)
     np.testing.assert_allclose(s.run(step, args=(weights(), x)), expected, rtol=1e-5)
@@ -298,12 +305,13 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("num_replicas", REPLICAS)
 @pytest.mark.parametrize("build", RIGHT, ids=lambda f: f.__name__)
-def test_a_right_reduction_is_silent(build, num_replicas):
-    s = dj.VirtualStrategy(num_replicas)
-    reduced = build(s)
-    require_silence(s, lambda w, x: w - 0.1 * reduced(w, x), weights(), inputs(s))
+def test_a_right_reduction_is_silent(build):
+    def make(s):
+        reduced = build(s)
+        return lambda w, x: w - 0.1 * reduced(w, x), weights(), inputs(s)
+
+    require_silence_at(REPLICAS, make)
 
 
 def test_parameters_gathered_for_the_loss():

@@ -22,8 +22,16 @@ def rows(array, num_replicas):
     return array.reshape(num_replicas, -1)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_the_mean_over_calls_and_replicas_is_weighted(strategy, how, steps):
+def test_the_mean_over_calls_and_replicas_is_weighted(strategy, how):
+    require_weighted_mean(strategy, how, steps=2)
+
+
+def test_the_mean_over_replicas_is_weighted(pair, how):
+    require_weighted_mean(pair, how, steps=1)
+
+
+def require_weighted_mean(strategy, how, steps):
+    """Asserts it of updates at each `steps`-th call, also after the last ones."""
     with strategy.scope():
         w = dj.Variable(jnp.zeros(SHAPE), name="w")
     optimizer = dj.optim.Optimizer(optax.sgd(1.0), "mean", accumulate_steps=steps, weighted=True)

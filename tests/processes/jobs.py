@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import random
 import signal
@@ -17,6 +18,13 @@ PREAMBLE = """\
 import os, sys
 ADDRESS, P, I = os.environ["TEST_ADDRESS"], int(os.environ["TEST_P"]), int(os.environ["TEST_I"])
 """
+
+#: Programs are compiled once for all jobs, and kept between runs.
+KEPT_PROGRAMS = {
+    "jax_compilation_cache_dir": os.environ.get("DISTJAX_TESTS_PROGRAMS"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_compilation_cache_include_metadata_in_key": False,  # scripts lie in new folders
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +81,7 @@ def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=No
     ours = job_environment(devices)
     ours |= {"TEST_ADDRESS": free_address(), "TEST_P": str(num_processes or len(ids))}
     ours |= environment or {}
-    settings = {"jax_num_cpu_devices": devices}
+    settings = {"jax_num_cpu_devices": devices, **KEPT_PROGRAMS}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distjax-tests-"))
         path = pathlib.Path(folder, "script.py")

@@ -74,7 +74,7 @@ def results(strategy, value):
     return np.array([np.asarray(v) for v in strategy.local_results(value)])
 
 
-@pytest.fixture(params=["mirrored1", "mirrored3", "virtual2"])
+@pytest.fixture(params=["mirrored3", "virtual2"])
 def case(request):
     kind, count = request.param[:-1], int(request.param[-1])
     if kind == "mirrored":

@@ -126,7 +126,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+CURVES = [
+    *(("parameters", name) for name in OPTIMIZERS),
+    *(("mirrored", "adamw"), ("optimizer", "lamb"), ("gradients", "multi_steps")),
+    *(("mirrored", "ema"), ("optimizer", "adafactor"), ("gradients", "8 bit")),
+]
+
+
+@pytest.mark.parametrize(("each", "name"), CURVES, indirect=["each"])
 def test_the_curve_is_that_of_one_device(each, name):
     training = model_axes.variables(each, OPTIMIZERS[name])
     batch = model_axes.MLP.batch(4)

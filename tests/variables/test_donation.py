@@ -60,6 +60,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("how", ["run", "jit"])
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ], ids=["mirrored", "on_read"])
 @pytest.mark.parametrize("holder", list(HOLDERS))

@@ -169,6 +169,22 @@ def check(strategy: Any, case: Case, **options: Any) -> tuple[Any, ...]:
     return ()
 
 
+def require_silence_at(counts, build):
+    """Asserts it of traces for some numbers of replicas, and of a run for the last of them.
+
+    Args:
+      counts: numbers of replicas.
+      build: ``build(strategy) -> (step, *arguments)``.
+    """
+    for count in counts[:-1]:
+        strategy = dj.VirtualStrategy(count)
+        step, *args = build(strategy)
+        found = check(strategy, Case(step, tuple(args)), rules_only=True)
+        assert found == (), f"{count} replicas: {found}"
+    strategy = dj.VirtualStrategy(counts[-1])
+    require_silence(strategy, *build(strategy))
+
+
 def require_silence(strategy, step, *args):
     """Asserts that neither a run of `step` nor a look at its trace has a word to say."""
     with warnings.catch_warnings():

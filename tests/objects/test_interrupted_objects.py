@@ -1,7 +1,5 @@
 """A signal that raises at any line leaves objects as before, or as after the whole step."""
 
-import signal
-import sys
 import threading
 
 import jax.numpy as jnp
@@ -9,14 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.interrupts import Interrupt, in_packages, interrupted
+
 #: Every how many lines one is interrupted, at a first call and at a warm one; primes, so that loops
 #: are met at different places. A stride of 1 takes an hour.
 STRIDES = {True: 523, False: 37}
-LIBRARIES = ("/distjax/", "/flax/nnx/")
-
-
-class Alarm(BaseException):
-    """Raised where the program stands, as KeyboardInterrupt is."""
+LIBRARIES = in_packages("distjax", "flax.nnx")
 
 
 class Model(nnx.Module):
@@ -32,33 +28,10 @@ class Model(nnx.Module):
 
 def interrupt_at(number, call):
     """Runs `call`, with Ctrl-C at the given line of distjax or NNX; returns whether it came."""
-    left = number
-
-    def handle(*_):
-        raise Alarm
-
-    def local(frame, event, arg):
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return local
-
-    def tracer(frame, event, arg):
-        return local if any(x in frame.f_code.co_filename for x in LIBRARIES) else None
-
-    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, handle)
-    sys.settrace(tracer)
-    try:
-        call()
-    except Alarm:
-        return True
-    finally:
-        sys.settrace(before)
-        signal.signal(signal.SIGINT, handler)
-    return False
+    error = interrupted(call, number, LIBRARIES).error
+    if error is not None and not isinstance(error, Interrupt):
+        raise error
+    return error is not None
 
 
 def content(model):
@@ -109,11 +82,11 @@ def test_an_interrupt_at_any_line(pair, step, is_first):
     before = content(expected)
     call(expected, own)
     after = content(expected)
-    number, num_interrupts, interrupted = 1, 0, True
-    while interrupted:
+    number, num_interrupts, came = 1, 0, True
+    while came:
         model, own = fresh()
         ids = content(model)[1]
-        interrupted = interrupt_at(number, lambda model=model, own=own: call(model, own))
+        came = interrupt_at(number, lambda model=model, own=own: call(model, own))
         found = content(model)
         assert found[1] == ids, number
         is_old, is_new = found[0] == before[0], found[0] == after[0]
@@ -122,7 +95,7 @@ def test_an_interrupt_at_any_line(pair, step, is_first):
         if num_interrupts % 10 == 0:
             assert released(model, pair), number
         number += STRIDES[is_first]
-        num_interrupts += interrupted
+        num_interrupts += came
     assert num_interrupts > 20
     model = Model()
     call(model, step)

@@ -89,8 +89,10 @@ def lines_of(folder: pathlib.Path, process: int) -> list[dict[str, Any]]:
 
 
 def events_of(folder: pathlib.Path) -> list[dict[str, Any]]:
-    path = folder / "results/events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Returns the events of all launches, in order."""
+    paths = (folder / "results").glob("**/events.jsonl")
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return sorted(events, key=lambda event: event["time"])
 
 
 def tail(folder: pathlib.Path) -> str:

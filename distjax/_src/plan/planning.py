@@ -273,14 +273,11 @@ _WHY = {
 }
 
 
-def _not_split(
-    arguments: Sequence[reading.Argument], strategy: str, topology: Topology
-) -> Iterator[Record]:
-    for each in sorted(arguments, key=lambda a: -a.told.bytes_per_chip):
-        told = each.told
+def _not_split(arguments: reading.Arguments, strategy: str, topology: Topology) -> Iterator[Record]:
+    for path, told in sorted(arguments.items(), key=lambda pair: -pair[1].bytes_per_chip):
         if told.split or told.bytes_per_chip <= _LARGE or topology.num_replicas == 1:
             continue
-        if not each.is_kept:
+        if not reading.KEPT.match(path):
             why = "an argument: strategies split variables and modules, which they keep"
         elif strategy == "mirrored" or (told.cause == "parameters" and strategy in _WHY):
             why = _WHY[strategy]

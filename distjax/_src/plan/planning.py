@@ -208,6 +208,8 @@ def _planned(
 
         largest = largest_batch(peak_of, start, memory.peak_bytes, limit)
         own["largest_batch_per_replica"] = largest
+        if largest >= _MOST_EXAMPLES:
+            own["notes"].append("no larger batch was looked for: more may fit")
     return own
 
 

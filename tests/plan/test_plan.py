@@ -20,7 +20,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import distjax as dj
-from distjax._src.plan import command, page, planning, schedule, topologies
+from distjax._src.plan import command, page, planning, schedule, targets, topologies
 from tests.live_arrays import no_new_arrays
 
 ALL = ["mirrored", "zero1", "zero2", "zero3", "central"]
@@ -473,3 +473,10 @@ def test_a_target_by_name(script, monkeypatch):
     monkeypatch.chdir(script)
     (plan,) = dj.plan.plan("train.py:plan", "cpu:3", strategies=["mirrored"]).plans
     assert (plan.chips, plan.fits) == (3, True)
+
+
+def test_a_file_is_that_of_its_folder(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(f"plan = lambda strategy: {name!r}\n")
+        assert targets.load(f"{tmp_path / name / 'train.py'}:plan")(None) == name

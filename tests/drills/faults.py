@@ -22,7 +22,7 @@ from typing import Any
 from tests.processes.warm import outside_of_jobs
 
 SCRIPT = pathlib.Path(__file__).with_name("survivor.py")
-RUN_SECONDS = 150
+RUN_SECONDS = 150.0
 NUM_STEPS, SAVE_EVERY = 24, 3  # of the script
 
 #: Faults, and the moments at which they can happen.
@@ -89,8 +89,10 @@ def lines_of(folder: pathlib.Path, process: int) -> list[dict[str, Any]]:
 
 
 def events_of(folder: pathlib.Path) -> list[dict[str, Any]]:
-    path = folder / "results/events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Returns the events of all launches, in order."""
+    paths = (folder / "results").glob("**/events.jsonl")
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return sorted(events, key=lambda event: event["time"])
 
 
 def tail(folder: pathlib.Path) -> str:
@@ -176,12 +178,14 @@ def undisturbed(shared: pathlib.Path) -> tuple[dict[str, Any], float]:
 
 def main() -> None:
     """Runs the drills; ends with 1 if one of them failed."""
+    global RUN_SECONDS
     parser = argparse.ArgumentParser(prog="python -m tests.drills.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the first fault (0)")
     parser.add_argument("--faults", type=int, default=30, help="how many (30)")
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side (1)")
+    parser.add_argument("--seconds", type=float, default=150, help="of a launch, at most (150)")
     options = parser.parse_args()
-    failures = 0
+    RUN_SECONDS, failures = options.seconds, 0
     with tempfile.TemporaryDirectory(prefix="distjax-drills-") as name:
         shared = pathlib.Path(name)
         expected, cold = undisturbed(shared)

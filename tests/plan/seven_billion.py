@@ -1,12 +1,13 @@
 """A plan's target: a decoder-only transformer of 7 billion parameters, of which none is ever made.
 
-python -m distjax plan tests/plan/seven_billion.py:target --topology v5p:4x8x8
+python -m distjax plan tests/plan/seven_billion.py:target --topology v5p:4x8x8 --model-axes model=8
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 
@@ -19,6 +20,8 @@ SHAPES = {
     "widen": (LAYERS, WIDTH, HIDDEN),
     "narrow": (LAYERS, HIDDEN, WIDTH),
 }
+#: Over which of their axes the devices of a replica split them, if it has several.
+SPLIT = {"embed": 0, "head": 1, "qkv": 2, "out": 1, "gate": 2, "widen": 2, "narrow": 1}
 NUM_PARAMETERS = sum(map(np.prod, SHAPES.values())) + 2 * VOCABULARY * WIDTH
 
 
@@ -44,7 +47,11 @@ def loss_fn(params, tokens):
 
 
 def target(strategy):
-    variable = lambda name, shape: dj.Variable(lambda: jnp.zeros(shape), name=name)
+    def variable(name, shape):
+        axes = [None] * SPLIT[name] + ["model"]
+        spec = P(*axes) if "model" in strategy.mesh.axis_names else None
+        return dj.Variable(lambda: jnp.zeros(shape), name=name, sharding=spec)
+
     with strategy.scope():
         params = {
             "embed": variable("embed", (VOCABULARY, WIDTH)),

@@ -20,7 +20,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import distjax as dj
-from distjax._src.plan import command, page, planning, schedule, topologies
+from distjax._src.plan import command, page, planning, schedule, targets, topologies
 from tests.live_arrays import no_new_arrays
 
 ALL = ["mirrored", "zero1", "zero2", "zero3", "central"]
@@ -242,17 +242,19 @@ def test_options_of_the_compiler():
 @pytest.mark.parametrize("refused_above", [10**12, 3000])
 def test_the_largest_batch(limit, start, refused_above):
     tried = []
+    peak = lambda size: 99 + size + size**2 / 1e5 + (2 * limit if size > refused_above else 0)
+    fits = lambda size: peak(size) <= limit
 
     def peak_of(size):
         tried.append(size)
-        return float("inf") if size > refused_above else 99 + size + size**2 / 1e5
+        return peak(size)
 
-    found = planning.largest_batch(peak_of, start, 99 + start + start**2 / 1e5, limit)
-    fits = lambda size: size <= refused_above and 99 + size + size**2 / 1e5 <= limit
-    if start <= refused_above:
-        assert found == 0 or fits(found) and (found >= 2**20 or not fits(found + 1 + found // 60))
-        assert found or not fits(1)
-        assert len(tried) == len(set(tried)) <= 20
+    found = planning.largest_batch(peak_of, start, peak(start), limit)
+    assert found == 0 or fits(found) and (found >= 2**20 or not fits(found + 1 + found // 60))
+    assert found or not fits(1)
+    assert len(tried) == len(set(tried)) <= 20
+    if refused_above > 2**20 and 500 <= limit < 10**7:  # as programs do
+        assert len(tried) <= 8
 
 
 def test_json_text_and_page():
@@ -471,3 +473,10 @@ def test_a_target_by_name(script, monkeypatch):
     monkeypatch.chdir(script)
     (plan,) = dj.plan.plan("train.py:plan", "cpu:3", strategies=["mirrored"]).plans
     assert (plan.chips, plan.fits) == (3, True)
+
+
+def test_a_file_is_that_of_its_folder(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(f"plan = lambda strategy: {name!r}\n")
+        assert targets.load(f"{tmp_path / name / 'train.py'}:plan")(None) == name

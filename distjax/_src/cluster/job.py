@@ -172,29 +172,28 @@ def record(event: str, **facts: object) -> None:
     joined, text = job(), os.environ.get("DISTJAX_PROCESS_ID", "")
     own = joined.process_id if joined is not None else int(text) if text.isdecimal() else 0
     attempt = os.environ.get("DISTJAX_ATTEMPT", "")
-    with contextlib.suppress(OSError):  # a full disk must not hide what is told
-        append(directory, event, int(attempt) if attempt.isdecimal() else 0, own, **facts)
+    append(directory, event, int(attempt) if attempt.isdecimal() else 0, own, **facts)
 
 
 def append(
     directory: str, event: str, attempt: int, process: int | None = None, **facts: object
 ) -> None:
-    """Appends an event to the file in a directory, in one write; process None: the launcher.
+    """Appends an event to the file in a directory, in one write, if there is room.
 
-    `code` and `step` are among the facts too, as None if not given.
+    `code` and `step` are among the facts too, as None if not given; process None: the launcher.
     """
     line = {"time": time.time(), "attempt": attempt, "event": event, "process": process}
     line |= {"code": None, "step": None, **facts}
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    file = os.open(os.path.join(directory, FILE), flags, 0o644)
-    try:
-        whole = json.dumps(line).encode() + b"\n"
-        written = os.write(file, whole)
-        end = os.lseek(file, 0, os.SEEK_CUR)
-        if written < len(whole) and os.fstat(file).st_size == end:
-            os.ftruncate(file, end - written)  # the disk is full: the next line begins one
-    finally:
-        os.close(file)
+    flags, whole = os.O_WRONLY | os.O_APPEND | os.O_CREAT, as_line(line).encode()
+    with contextlib.suppress(OSError):  # a full disk must not hide what is told, nor end the job
+        file = os.open(os.path.join(directory, FILE), flags, 0o644)
+        try:
+            written = os.write(file, whole)
+            end = os.lseek(file, 0, os.SEEK_CUR)
+            if written < len(whole) and os.fstat(file).st_size == end:
+                os.ftruncate(file, end - written)  # the disk is full: the next line begins one
+        finally:
+            os.close(file)
 
 
 def set_step(step: int) -> None:

@@ -10,12 +10,11 @@ import contextlib
 import glob
 import json
 import os
-import secrets
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distjax._src.launch.info import describe, memory
@@ -24,7 +23,7 @@ from distjax._src.tables import Table, as_text, format_bytes
 from distjax.errors import ClusterError
 
 _SIZES = (4096, 1 << 18, 1 << 22, 1 << 24)  # bytes of an all-reduce, on each device
-_NUM_TRIES = 5
+_NUM_TRIES = 6
 _MAX_SKEW, _MIN_MEMORY = 5.0, 1.0  # seconds between clocks; GiB
 _LINK_BYTES = 1 << 26
 
@@ -54,9 +53,8 @@ def _launch(num_processes: int, shared: str | None, seconds: int) -> dict[str, A
     command = ["-m", "distjax", "doctor", "--json", "--seconds", str(seconds)]
     command += ["--shared-dir", os.path.abspath(shared)] if shared is not None else []
     with tempfile.TemporaryDirectory(prefix="distjax-doctor-") as folder:
-        launcher = Launcher(
-            Options(tuple(command), max(num_processes, 1)), folder, show, lambda _: None
-        )
+        options = Options(command, max(num_processes, 1))
+        launcher = Launcher(options, folder, show, lambda _: None)
         try:
             launcher.run(seconds)
             why = launcher.failure.error if launcher.failure is not None else ""
@@ -64,8 +62,15 @@ def _launch(num_processes: int, shared: str | None, seconds: int) -> dict[str, A
             why = f"the processes did not end within {seconds} s"
     if "{" in said:  # behind what libraries print
         return json.loads("".join(said[said.index("{") :]))
-    cure = "distjax launch --processes 2 script.py shows what each process says"
-    return {"processes": [], "all_reduce": [], "wrong": [{"what": why, "cure": cure}]}
+    return _found((why, "distjax launch --processes 2 script.py shows what each process says"))
+
+
+def _found(
+    *wrong: Sequence[str], processes: Any = (), all_reduce: Any = (), link: float | None = None
+) -> dict[str, Any]:
+    told = [dict(zip(("what", "cure"), each, strict=True)) for each in wrong]
+    found = {"processes": processes, "all_reduce": all_reduce, "link_bytes_per_second": link}
+    return {**found, "wrong": told}
 
 
 def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
@@ -74,55 +79,54 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
     from distjax._src.cluster.job import job
     from distjax._src.cluster.meeting import hear_all, hear_first
 
-    wrong: list[dict[str, str]] = []
-    is_wrong = lambda what, cure: wrong.append({"what": what, "cure": cure})
     began = time.monotonic()
     try:
         distjax.initialize(initialization_timeout=seconds)
     except ClusterError as error:
-        is_wrong(*str(error).split("\n  Fix: "))
-        return {"processes": [], "all_reduce": [], "wrong": wrong}
+        return _found(str(error).split("\n  Fix: "))
     joined, seconds_to_join = job(), time.monotonic() - began
     hear_all(joined, "the clocks", lambda: None)  # all are here: their clocks say the same
     facts = hear_all(joined, "the facts", lambda: _facts(seconds_to_join))
-    first = facts[0]
-    for i, own in enumerate(facts):
-        skew, where = own["clock"] - first["clock"], f"process {i} on {own['host']}"
-        if abs(skew) > _MAX_SKEW:
-            is_wrong(f"the clock of {where} is {skew:.1f} s off", "timedatectl set-ntp true")
-        if own["available_gib"] < _MIN_MEMORY:
-            is_wrong(
-                f"{own['available_gib']:.1f} GiB of memory are left for {where}",
-                "ps aux --sort=-rss | head, and end what is large",
-            )
-        for name in ("Python", "jax", "jaxlib", "distjax", "hash_seed"):
-            if own[name] != first[name]:
-                cures = {"hash_seed": "export PYTHONHASHSEED=0", "Python": "use one Python"}
-                cure = cures.get(name, f"pip install {name}=={first[name]}")
-                is_wrong(f"{name} of {where} is {own[name]}, of process 0 {first[name]}", cure)
+    wrong = [*_compare(facts)]
     if shared is not None:
-        token = hear_first(joined, "a file for all", lambda: _leave_token(shared))
-        for i, sees in enumerate(hear_all(joined, "a look", lambda: _sees(shared, token))):
-            if not sees:
-                who = f"process {i} on {facts[i]['host']}"
-                what = f"{who} does not see process 0's file in {shared}"
-                is_wrong(what, f"mount one file system at {shared} everywhere")
+        path = hear_first(joined, "a file for all", lambda: _leave_file(shared))
+        for own, sees in zip(facts, hear_all(joined, "a look", lambda: _sees(path)), strict=True):
+            what = f"{own['who']} does not see process 0's file in {shared}"
+            wrong += [] if sees else [(what, f"mount one file system at {shared} everywhere")]
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(shared, token))
+            os.remove(path)
     reduced = _time_all_reduces()
-    link = hear_first(joined, "the speed of the link", _link_speed)
+    measure = _loopback_speed if len({own["host"] for own in facts}) == 1 else _card_speed
+    link = hear_first(joined, "the speed of the link", measure)
     if joined is not None and joined.process_id:
         return None
     for row in reduced:
         row["link_share"] = row["bytes_per_second"] / link if link else None
-    found = {"processes": facts, "all_reduce": reduced, "link_bytes_per_second": link}
-    return found | {"wrong": wrong}
+    return _found(*wrong, processes=facts, all_reduce=reduced, link=link)
+
+
+def _compare(facts: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with processes, and the cure."""
+    first = facts[0]
+    for own in facts:
+        skew = own["clock"] - first["clock"]
+        if abs(skew) > _MAX_SKEW:
+            yield f"the clock of {own['who']} is {skew:.1f} s off", "timedatectl set-ntp true"
+        if own["available_gib"] < _MIN_MEMORY:
+            what = f"{own['available_gib']:.1f} GiB of memory are left for {own['who']}"
+            yield what, "ps aux --sort=-rss | head, and end what is large"
+        if own["hash_seed"] != first["hash_seed"]:  # other versions cannot join
+            what = f"PYTHONHASHSEED of {own['who']} is {own['hash_seed']}"
+            yield f"{what}, of process 0 {first['hash_seed']}", "export PYTHONHASHSEED=0"
 
 
 def _facts(seconds_to_join: float) -> dict[str, Any]:
+    import jax
+
     found, clock = describe(), time.time()
     names = ("Python", "jax", "jaxlib", "distjax", "host", "devices")
     return {name: found[name].partition(" (")[0] for name in names} | {
+        "who": f"process {jax.process_index()} on {found['host']}",
         "clock": clock,
         "available_gib": memory()[0],
         "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
@@ -130,76 +134,65 @@ def _facts(seconds_to_join: float) -> dict[str, Any]:
     }
 
 
-def _leave_token(shared: str) -> str:
-    token = f".distjax-doctor-{secrets.token_hex(8)}"
-    with contextlib.suppress(OSError):  # then nobody sees it
+def _leave_file(shared: str) -> str:
+    with contextlib.suppress(OSError):
         os.makedirs(shared, exist_ok=True)
-        open(os.path.join(shared, token), "w").close()
-    return token
+        file, path = tempfile.mkstemp(prefix=".distjax-doctor-", dir=os.path.abspath(shared))
+        os.close(file)
+        return path
+    return ""  # which nobody sees
 
 
-def _sees(shared: str, token: str) -> bool:
+def _sees(path: str) -> bool:
     deadline = time.monotonic() + 5.0  # network file systems take a moment
-    while not os.path.exists(os.path.join(shared, token)):
-        if time.monotonic() > deadline:
-            return False
+    while path and not os.path.exists(path) and time.monotonic() < deadline:
         threading.Event().wait(0.05)
-    return True
+    return os.path.exists(path)
 
 
 def _time_all_reduces() -> list[dict[str, Any]]:
     """Returns the time of an all-reduce over all devices, by size."""
-    import jax
     import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    devices = np.array(jax.devices())
-    mesh = jax.sharding.Mesh(devices, ("d",))
-    split, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
-    total = jax.jit(lambda x: x.sum(axis=0), out_shardings=whole)
-    rows: list[dict[str, Any]] = []
+    import distjax as dj
+
+    strategy = dj.MultiWorkerMirroredStrategy()
+    count, rows = strategy.num_replicas_in_sync, list[dict[str, Any]]()
+    total = lambda x: dj.get_replica_context().all_reduce("sum", x)
     for size in _SIZES:
-        shape = (len(devices), size // 4)
-        ones = np.ones((1, size // 4), np.float32)
-        x = jax.make_array_from_callback(shape, split, lambda _, ones=ones: ones)
-        total(x).block_until_ready()
+        ones = np.ones(size // 4, np.float32)
+        x = strategy.distribute_values_from_function(lambda _, ones=ones: ones)
         seconds: list[float] = []
-        for _ in range(_NUM_TRIES):
+        for _ in range(_NUM_TRIES):  # the first one compiles
             began = time.perf_counter()
-            total(x).block_until_ready()
+            strategy.run(total, args=(x,)).block_until_ready()
             seconds.append(time.perf_counter() - began)
         best = min(seconds)  # a ring sends 2 (n - 1) / n of the bytes over each link
-        sent = 2 * (len(devices) - 1) / len(devices) * size
+        sent = 2 * (count - 1) / count * size
         rows.append({"bytes": size, "seconds": best, "bytes_per_second": sent / best})
     return rows
 
 
-def _link_speed() -> float | None:
-    """Returns what the link between processes could do, in bytes a second; None: unknown.
+def _card_speed() -> float | None:
+    """Returns what the fastest network card says it can do, in bytes a second; None: unknown."""
+    speeds: list[float] = []
+    for path in glob.glob("/sys/class/net/*/speed"):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            speeds.append(int(file.read()) * 1e6 / 8)
+    return max(speeds, default=None)
 
-    Within one machine it is measured, over loopback; a network card says what it can do.
-    """
-    from distjax._src.cluster.roll_call import local_address_towards, split_address
 
-    address = os.environ.get("DISTJAX_COORDINATOR", "127.0.0.1:1")
-    host = local_address_towards(*split_address(address, "DISTJAX_COORDINATOR"))
-    if not host.startswith("127.") and host != "::1":
-        speeds: list[float] = []
-        for path in glob.glob("/sys/class/net/*/speed"):
-            with contextlib.suppress(OSError, ValueError), open(path) as file:
-                speeds.append(int(file.read()) * 1e6 / 8)
-        return max(speeds, default=None)
+def _loopback_speed() -> float:
+    """Returns what goes from one socket of this machine to another, in bytes a second."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as sending,
+        server.accept()[0] as theirs,
     ):
-        theirs, _ = server.accept()
         sender = threading.Thread(target=sending.sendall, args=(bytes(_LINK_BYTES),))
-        began, left = time.perf_counter(), _LINK_BYTES
+        began = time.perf_counter()
         sender.start()
-        with theirs:
-            while left:
-                left -= len(theirs.recv(1 << 20))
+        theirs.recv(_LINK_BYTES, socket.MSG_WAITALL)
         sender.join()
         return _LINK_BYTES / (time.perf_counter() - began)
 

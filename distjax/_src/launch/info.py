@@ -38,8 +38,7 @@ def describe() -> dict[str, Any]:
     found["system"] = platform.platform()
     found["host"] = socket.gethostname()
     available, total = memory()
-    own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    found["processors"] = str(own)
+    found["processors"] = str(os.cpu_count())
     found["memory"] = f"{available:.1f} of {total:.1f} GiB are available"
     try:
         kinds = [f"{device.platform}:{device.device_kind}" for device in jax.devices()]

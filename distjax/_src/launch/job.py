@@ -137,7 +137,7 @@ class Job:
         if latest is not None:
             self.state = self._checkpointer.restore(self.state, latest)
             self.restored_step = self.step = self._saved = latest
-        self._is_restored, self._saved_at, self._next_look = True, time.monotonic(), self.step + 1
+        self._is_restored, self._saved_at = True, time.monotonic()
 
     def _steps(self, num_steps: int) -> Iterator[int]:
         while self.step < num_steps:
@@ -166,20 +166,15 @@ class Job:
         if self._save_seconds is None or self.step < self._next_look:
             return False
         since = time.monotonic() - self._saved_at
-        is_due = since >= self._save_seconds
-        remaining = self._save_seconds - (0 if is_due else since)
-        rate = (self.step - self._saved) / max(since, 1e-6)  # steps per second
-        pause = max(1, min(int(rate * remaining / 2), _MAX_PAUSE))
-        is_due, pause = hear_first(job(), "a look at the clock", lambda: (is_due, pause))
+        rest = self._save_seconds - since
+        half = int((self.step - self._saved) / max(since, 1e-6) * rest / 2)  # steps in half of it
+        look = lambda: (rest <= 0, max(1, min(half, _MAX_PAUSE)))
+        is_due, pause = hear_first(job(), "a look at the clock", look)
         self._next_look = self.step + pause
         return is_due
 
     def _stop(self) -> None:
-        """Saves, and raises.
-
-        Raises:
-          PreemptedError: always.
-        """
+        """Saves, and raises a PreemptedError."""
         self.save()
         self._checkpointer.wait()
         raise PreemptedError(

@@ -7,11 +7,11 @@ obstacle; and nothing is unpickled that another user could have written.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +64,9 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="distjax-notebook-") as folder:  # for this user alone
         _dump(os.path.join(folder, _CALL), (fn, tuple(args)))
         start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import answer; answer()"
-        options = Options(("-c", start), processes, devices_per_process)
-        launcher = Launcher(options, folder, _show, lambda _: None)
+        launcher = Launcher(
+            Options(("-c", start), processes, devices_per_process), folder, _show, lambda _: None
+        )
         try:
             launcher.run(timeout)
         except TimeoutError:
@@ -78,11 +79,12 @@ def notebook_launcher(
                 )
             ) from None
         if (cause := launcher.failure) is None:
-            return [_load(folder, index)[0] for index in range(processes)]
+            return [_load(os.path.join(folder, _RESULT.format(i))) for i in range(processes)]
         try:
-            _, error, trace = _load(folder, cause.process)
-        except (OSError, EOFError):
-            error, trace = None, cause.traceback or cause.error
+            error = _load(os.path.join(folder, _RESULT.format(cause.process)))
+        except Exception:  # it has left none, or none that can be pickled
+            error = None
+    trace = (cause.traceback or cause.error).strip()
     if isinstance(error, BaseException):
         error.add_note(f"raised in process {cause.process}:\n{trace}")
         raise error
@@ -90,7 +92,7 @@ def notebook_launcher(
         message(
             f"process {cause.process} of notebook_launcher needs to return",
             got=f"exit code {cause.code}",
-            why=trace.strip(),
+            why=trace,
             fix="look at what it said, above",
         )
     )
@@ -118,13 +120,9 @@ def _dump(path: str, value: object) -> None:
         file.write(content)
 
 
-def _load(folder: str, index: int) -> tuple[Any, BaseException | None, str]:
-    """Returns how the call went in a process: its result, or the error and its traceback."""
-    with open(os.path.join(folder, _RESULT.format(index)), "rb") as file:
+def _load(path: str) -> Any:
+    with open(path, "rb") as file:
         return pickle.load(file)
-
-
-# -- in the processes -------------------------------------------------------------
 
 
 def answer() -> None:
@@ -135,13 +133,9 @@ def answer() -> None:
     path = os.path.join(folder, _RESULT.format(os.environ["DISTJAX_PROCESS_ID"]))
     distjax.initialize()
     try:
-        with open(os.path.join(folder, _CALL), "rb") as file:
-            fn, args = pickle.load(file)
-        _dump(path, (fn(*args), None, ""))
+        fn, args = _load(os.path.join(folder, _CALL))
+        _dump(path, fn(*args))
     except Exception as error:
-        trace = traceback.format_exc()
-        try:
-            _dump(path, (None, error, trace))
-        except Exception:  # it cannot be pickled: its text can
-            _dump(path, (None, RuntimeError(trace), trace))
+        with contextlib.suppress(Exception):  # its text is in the log
+            _dump(path, error)
         raise

@@ -2,12 +2,11 @@
 
 Each is the leader of a process group of its own, so that a Ctrl-C at the terminal reaches only the
 launcher, and all that a process has started can be killed with it. One thread per process copies
-what it says, byte by byte, to its log, and line by line to the launcher's output. Another waits for
-its end. The main thread takes ends and signals from one queue.
+what it says, line by line, to its log and to the launcher's output. Another waits for its end. The
+main thread takes ends and signals from one queue.
 
-If the launcher is killed, a *guard* kills the groups: a process that holds the other end of a pipe
-of the launcher's, to which every process has said its number before it became the user's program.
-On Linux the kernel kills the processes, too (PR_SET_PDEATHSIG), even if the guard is killed.
+If the launcher is killed, a *guard* kills the groups on its list: a process that holds the other
+end of a pipe of the launcher's, which closes with it on every system.
 """
 
 from __future__ import annotations
@@ -19,30 +18,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
-#: What each process is before it becomes the user's program. It adds its number to the guard's
-#: list; PR_SET_PDEATHSIG is 1.
-_START = """
-import os, signal, sys
-file, parent = int(sys.argv[1]), int(sys.argv[2])
-os.write(file, b"+%d\\n" % os.getpid())
-os.close(file)
-try:
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-except (ImportError, OSError, AttributeError):
-    pass
-if os.getppid() != parent:
-    os._exit(137)
-try:
-    os.execvp(sys.argv[3], sys.argv[3:])
-except OSError as error:
-    sys.exit(f"{sys.argv[3]}: {error}")
-"""
-
+#: It reads "+7" when the group of process 7 has begun, "-7" at its end, and the launcher's end.
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -56,141 +35,116 @@ for group in groups:
     except OSError:
         pass
 """
-#: Without site packages and the user's variables: each takes 20 ms.
-_PYTHON = (sys.executable, "-I", "-S", "-c")
 #: How long to read on after a process has ended: what it started may hold its output open.
 _READ_SECONDS = 5.0
 #: A line that is longer is shown in parts.
 _MAX_LINE = 1 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def start_guard() -> subprocess.Popen[bytes]:
-    """Starts what kills the groups on its list when this process ends, in whatever way.
-
-    As a context, it ends, and kills what is still on its list.
-    """
-    null = subprocess.DEVNULL
-    command = [*_PYTHON, _GUARD]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
-    )
+#: States of a process, in /proc, that answers nobody.
+FROZEN = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk"}
 
 
 class Ended(NamedTuple):
-    """The end of a process: its exit code as in a shell, 128 + n after signal n."""
+    """The end of a process: its code as in a shell, 128 + n after signal n.
 
-    place: int
+    The state is what it was doing when this launcher killed it; "": it has ended by itself.
+    """
+
+    process: int
     code: int
-    was_killed: bool  # by this launcher
+    state: str = ""
 
 
 class Processes:
-    """The processes of one attempt.
+    """The processes of one attempt; none is left behind the ``with`` of it.
 
     Args:
-      command: of each.
-      environments: the variables of each.
-      logs: the path of each one's log.
-      guard: which kills them if this process is killed.
-      show: is called with (index, line), in several threads.
-      events: where their ends are put, as `Ended`.
+      show: is called with (process, line), in several threads.
+      events: where their ends are put.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        logs: Sequence[str],
-        guard: subprocess.Popen[bytes],
-        show: Callable[[int, bytes], None],
-        events: queue.SimpleQueue[Ended | int],
-    ):
-        assert guard.stdin is not None
-        self._list, self._show, self._events = guard.stdin.fileno(), show, events
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._readers: list[threading.Thread] = []
-        self._killed: set[int] = set()
-        start = [*_PYTHON, _START, str(self._list), str(os.getpid()), *command]
-        try:
-            for index, (environment, log) in enumerate(zip(environments, logs, strict=True)):
-                file = open(log, "wb")
-                process = subprocess.Popen(
-                    start,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(self._list,),
-                )
-                self._processes.append(process)
-                reader = threading.Thread(target=self._read, args=(index, file), daemon=True)
-                self._readers.append(reader)
-                reader.start()
-                threading.Thread(target=self._wait, args=(index,), daemon=True).start()
-        except BaseException:
-            self.kill()
-            raise
+    def __init__(self, show: Callable[[int, bytes], None], events: queue.SimpleQueue[Ended | int]):
+        self._show, self._events, null = show, events, subprocess.DEVNULL
+        guard = [sys.executable, "-I", "-S", "-c", _GUARD]
+        self._guard = subprocess.Popen(
+            guard, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+        )
+        self._all: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        self._states: dict[int, str] = {}  # of those that were killed
 
-    @property
-    def pids(self) -> list[int]:
-        """The operating system's number of each process."""
-        return [process.pid for process in self._processes]
+    def __enter__(self) -> Processes:
+        return self
 
-    def running(self) -> list[int]:
-        """Returns the indices of those that have not ended."""
-        return [i for i, process in enumerate(self._processes) if process.returncode is None]
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for thread in self._threads:
+            thread.join(_READ_SECONDS)
+        self._guard.communicate()
+
+    def start(
+        self, process: int, command: Sequence[str], environment: Mapping[str, str], log: str
+    ) -> int:
+        """Starts the process of an id, whose output also goes to a file; returns its pid."""
+        file = open(log, "wb", buffering=0)
+        self._all[process] = started = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._tell_guard("+", started.pid)
+        for target, args in ((self._read, (process, file)), (self._wait, (process,))):
+            self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+            self._threads[-1].start()
+        return started.pid
 
     def signal(self, number: int) -> None:
         """Sends a signal to each that runs; not to what it has started, which it looks after."""
-        for i in self.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[i].pid, number)
+        for started in self._all.values():
+            started.send_signal(number)
 
     def kill(self) -> None:
         """Kills all processes and what they have started."""
-        for i in range(len(self._processes)):
-            self._kill_group(i)
+        for process, started in self._all.items():
+            if started.returncode is None:
+                self._states.setdefault(process, _state_of(started.pid))
+            self._kill_group(started.pid)
 
-    def _kill_group(self, index: int) -> None:
-        process = self._processes[index]
-        if process.returncode is None:
-            self._killed.add(index)
+    def _kill_group(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
 
-    def finish_reading(self) -> None:
-        """Waits until all that the processes have said, is read."""
-        deadline = time.monotonic() + _READ_SECONDS
-        for reader in self._readers:
-            reader.join(max(deadline - time.monotonic(), 0))
+    def _tell_guard(self, sign: str, pid: int) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed
+            os.write(self._guard.stdin.fileno(), f"{sign}{pid}\n".encode())
 
-    def _wait(self, index: int) -> None:
-        process = self._processes[index]
-        code = process.wait()
-        self._kill_group(index)  # what it has left running
-        with contextlib.suppress(OSError):  # the guard was killed
-            os.write(self._list, b"-%d\n" % process.pid)
-        was_killed = index in self._killed and code < 0  # else it was about to end by itself
-        self._events.put(Ended(index, as_in_a_shell(code), was_killed))
+    def _wait(self, process: int) -> None:
+        started = self._all[process]
+        code = started.wait()
+        self._kill_group(started.pid)  # what it has left running
+        self._tell_guard("-", started.pid)
+        state = self._states.get(process, "") if code < 0 else ""  # it was about to end by itself
+        self._events.put(Ended(process, as_in_a_shell(code), state))
 
-    def _read(self, index: int, log: BinaryIO) -> None:
-        pipe = self._processes[index].stdout
+    def _read(self, process: int, log: BinaryIO) -> None:
+        pipe = self._all[process].stdout
         assert pipe is not None
-        held = b""
         with pipe, log:
-            while part := os.read(pipe.fileno(), 1 << 16):
+            while line := pipe.readline(_MAX_LINE):
                 with contextlib.suppress(OSError):  # a full disk must not stop the process
-                    log.write(part)
-                    log.flush()
-                *lines, held = (held + part).split(b"\n")
-                if len(held) > _MAX_LINE:
-                    lines, held = [*lines, held], b""
-                for line in lines:
-                    self._show(index, line)
-            if held:
-                self._show(index, held)
+                    log.write(line)
+                self._show(process, line.removesuffix(b"\n"))
+
+
+def _state_of(pid: int) -> str:
+    """Returns what a process is doing, as far as the system says."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        return FROZEN.get(file.read().rpartition(")")[2].split()[0], "running")
+    return "running"
 
 
 def as_in_a_shell(code: int) -> int:
@@ -198,25 +152,20 @@ def as_in_a_shell(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def output(first: int) -> Callable[[int, bytes], None]:
-    """Returns what writes to stdout, from any thread, a line of a process, behind its number.
+def output() -> Callable[[int, bytes], None]:
+    """Returns what writes to stdout, from any thread, a line of a process, behind its id."""
+    lock, file, is_open = threading.Lock(), sys.stdout.fileno(), True
+    os.set_blocking(file, True)  # else what does not fit into a pipe is lost
 
-    Args:
-      first: the id of the first process of this machine.
-    """
-    lock, is_open = threading.Lock(), True
-
-    def show(index: int, line: bytes) -> None:
+    def show(process: int, line: bytes) -> None:
         nonlocal is_open
-        whole, file = b"[%d] %b\n" % (first + index, line), sys.stdout.fileno()
+        whole = b"[%d] %b\n" % (process, line)
         with lock:
-            while whole and is_open:
-                try:
+            try:
+                while whole and is_open:
                     whole = whole[os.write(file, whole) :]
-                except BlockingIOError:  # somebody has made the terminal non-blocking
-                    time.sleep(0.001)
-                except OSError:  # nobody reads any more: the logs have all of it
-                    is_open = False
+            except OSError:  # nobody reads any more: the logs have all of it
+                is_open = False
 
     return show
 

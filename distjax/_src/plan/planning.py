@@ -45,7 +45,8 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 #: Arrays of fewer bytes are not worth a line.
 _LARGE = MIN_SPLIT_BYTES
 _MOST_EXAMPLES = 2**20
-_REFUSED = float("inf")
+#: After so many tries for the largest batch, memory does not grow evenly.
+_LINES = 9
 
 
 def plan(
@@ -103,16 +104,14 @@ def plan(
         fix=f"--strategies with some of {','.join(STRATEGIES)}",
     )
     plans: list[Record] = []
-    errors: list[Exception] = []
     for name in [squarest(names[0], n) for n in chips] or names:
         described = describe(name, slices)
         with jax_compat.describing(described.devices):
             for strategy in strategies:
                 for axes in [{}, dict(model_axes)] if model_axes else [{}]:
-                    plans += _plans(
-                        found, described, strategy, axes, dict(options or {}), batch, errors
-                    )
-    if len(errors) == len(plans):
+                    plans += _plans(found, described, strategy, axes, dict(options or {}), batch)
+    errors = [plan.pop("raised") for plan in plans]
+    if all(errors):
         raise errors[0]
     is_tpu = any(p.topology.partition(":")[0] not in ("cpu", "gpu", "cuda") for p in plans)
     libtpu = importlib.metadata.version("libtpu") if is_tpu else ""
@@ -126,23 +125,21 @@ def _plans(
     axes: dict[str, int],
     options: dict[str, str],
     batch: bool,
-    errors: list[Exception],
 ) -> Iterator[Record]:
     """Yields the plans of a strategy: with default options, and with those given, if any.
 
-    What is raised by the compiler or a strategy is also added to `errors`.
+    What the compiler or a strategy has raised is in there, too, as `raised`.
     """
     blank = Record(topology=described.name, slices=described.slices, chips=len(described.devices))
     blank.update(strategy=name, model_axes=axes, num_replicas=0, compiler_options={}, error="")
     blank.update(fits=None, largest_batch_per_replica=None, memory=None, flops_per_chip=None)
     blank.update(seconds_at_least=reading.seconds_at_least({}, [], None), not_split=[], notes=[])
     blank.update(collectives=Record(written=[], compiled=[]))
-    blank.update(schedule={"live_bytes": [], "collectives": []})
+    blank.update(schedule={"live_bytes": [], "collectives": []}, raised=None)
     try:
         strategy = STRATEGIES[name](described.devices, model_axes=axes or None)
     except ValueError as error:
-        errors.append(error)
-        yield Record(blank | {"error": str(error)})
+        yield Record(blank | {"error": str(error), "raised": error})
         return
     blank.update(num_replicas=strategy.num_replicas_in_sync)
     step = targets.take_step(target, strategy)
@@ -150,8 +147,8 @@ def _plans(
         try:
             found = _planned(described, name, strategy, step, given, batch)
         except Exception as error:
-            errors.append(error)
-            found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
+            told = f"{type(error).__name__}: {error}".removesuffix(": ")
+            found = {"error": told, "raised": error}
         yield Record(blank | {"compiler_options": given} | found)
 
 
@@ -206,11 +203,13 @@ def _planned(
         def peak_of(size: int) -> float:
             tried = _compile(_lower(strategy, step, size)[0], options)
             if isinstance(tried, str):
-                return _REFUSED
+                return reading.memory_of_refused(arguments, limit, tried).peak_bytes
             return reading.total_of(tried.memory_analysis())["peak_bytes"]
 
         largest = largest_batch(peak_of, start, memory.peak_bytes, limit)
         own["largest_batch_per_replica"] = largest
+        if largest >= _MOST_EXAMPLES:
+            own["notes"].append("no larger batch was looked for: more may fit")
     return own
 
 
@@ -238,11 +237,12 @@ def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
 def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limit: int) -> int:
     """Returns the largest batch per replica that fits, to 2 %; 0: not even one example does.
 
-    Memory grows about evenly with the batch, so each try is where the line between the largest that
-    fits and the smallest that does not meets the limit.
+    Memory grows about evenly with the batch, so each try is where a line meets the limit: that
+    through the largest batch that fits and the smallest that does not, or the two largest known.
+    The first one begins at nothing, so it stays below the batch looked for.
 
     Args:
-      peak_of: compiles for a batch per replica; infinity: the compiler has refused.
+      peak_of: compiles for a batch per replica, and returns its peak.
       start: a batch per replica, whose peak is known.
       peak: that peak.
       limit: the memory there is.
@@ -251,20 +251,20 @@ def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limi
       >>> tried = []
       >>> largest_batch(lambda n: tried.append(n) or 1000 + 3 * n, 8, 1024, 100_000)
       33000
-      >>> len(tried)
-      8
+      >>> tried
+      [781, 33000, 33515]
     """
-    peaks = {0: 0.0, start: peak}
-    good, bad = (start, start * 2) if peak <= limit else (0, start)
-    while good and (peak := peaks.setdefault(bad, peak_of(bad))) <= limit:
-        good, bad = bad, bad * max(2, min(16, int(limit / peak / 2)))
-        if good >= _MOST_EXAMPLES:
-            return good
+    known: dict[int, float] = {0: 0.0, start: peak}
+    good, bad = (start, max(_MOST_EXAMPLES, start) + 1) if peak <= limit else (0, start)
     while bad - good > (step := max(1, good // 64)):
-        share = (limit - peaks[good]) / (peaks[bad] - peaks[good]) if peaks[bad] < _REFUSED else 0.5
-        middle = good + min(max(int(share * (bad - good)), step), bad - good - step)
-        peaks[middle] = peak_of(middle)
-        good, bad = (middle, bad) if peaks[middle] <= limit else (good, middle)
+        n, m = (good, bad) if bad in known else sorted(known)[-2:]
+        slope = max((known[m] - known[n]) / (m - n), 1e-9)
+        middle = n + int((limit - known[n]) / slope)
+        if len(known) > _LINES:
+            middle = math.isqrt(max(good, 1) * bad)
+        middle = min(max(middle, good + step), bad - (step if bad in known else 1))
+        known[middle] = peak_of(middle)
+        good, bad = (middle, bad) if known[middle] <= limit else (good, middle)
     return good
 
 
@@ -275,14 +275,11 @@ _WHY = {
 }
 
 
-def _not_split(
-    arguments: Sequence[reading.Argument], strategy: str, topology: Topology
-) -> Iterator[Record]:
-    for each in sorted(arguments, key=lambda a: -a.told.bytes_per_chip):
-        told = each.told
+def _not_split(arguments: reading.Arguments, strategy: str, topology: Topology) -> Iterator[Record]:
+    for path, told in sorted(arguments.items(), key=lambda pair: -pair[1].bytes_per_chip):
         if told.split or told.bytes_per_chip <= _LARGE or topology.num_replicas == 1:
             continue
-        if not each.is_kept:
+        if not reading.KEPT.match(path):
             why = "an argument: strategies split variables and modules, which they keep"
         elif strategy == "mirrored" or (told.cause == "parameters" and strategy in _WHY):
             why = _WHY[strategy]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,18 +34,11 @@ from distjax._src.variables.variable import Variable
 # -- arguments ---------------------------------------------------------------------
 
 
-class Argument(NamedTuple):
-    """One array that a step takes: its path in the compiler's text, and what a report says of it.
-
-    A strategy decides where those live that it keeps: variables, and parts of modules. The bytes
-    are without padding, 0 in host memory.
-    """
-
-    path: str
-    is_kept: bool
-    told: Record
-
-
+#: The arrays that a step takes, by their paths in the compiler's text: what a report says of each.
+#: The bytes are without padding, 0 in host memory.
+Arguments = Mapping[str, Record]
+#: Where those are that a strategy decides about: variables, and parts of modules.
+KEPT = re.compile(r"operands\[[01]\]|.*\.<state ")
 #: How JAX spells the only array of a node of ours, here and in the compiler's text.
 _INDEX = re.compile(r"\[<flat index (\d+)>\]")
 #: What optax calls its slots, and layers their statistics, where users keep them in variables.
@@ -56,7 +49,7 @@ _STATE = {"batch_stats", "stats", "state", "model_state", "metrics", "rngs", "ke
 
 def arguments_of(
     lowered: LoweredProgram, notes: Notes, fn: Callable[..., Any], args: Sequence[PyTree]
-) -> list[Argument]:
+) -> Arguments:
     """Returns the arguments of a lowered step; the trace of `fn` of `args` has left the notes."""
     writes = list(notes.writes)
     variables = writes, [v for v in notes.reads if v not in set(writes)]
@@ -64,7 +57,7 @@ def arguments_of(
     operands = lowered.args_info[0]
     objects = _names_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
     given, names = _given(args), positional_names(fn)
-    found: list[Argument] = []
+    found: dict[str, Record] = {}
     seen: collections.Counter[str] = collections.Counter()
     for path, info in tree_leaves_with_path(operands, is_leaf=is_placeholder):
         where = "operands" + _INDEX.sub(r"[\1]", keystr(path))
@@ -72,20 +65,19 @@ def arguments_of(
         if is_placeholder(info):
             own = zip(info.leaves, objects.get(info.index, []), strict=False)
             for i, (leaf, known) in enumerate(own):
-                found.append(Argument(f"{where}.<state {i}>", True, _told(leaf, *known)))
+                found[f"{where}.<state {i}>"] = _told(leaf, *known)
         elif index < 2:
             variable = variables[index][path[1].idx]
             seen[variable.name] += 1  # those without a name of their own are numbered
             number = f" ({seen[variable.name]})" if seen[variable.name] > 1 else ""
             cause = _cause_of_variable(variable, owners)
-            told = _told(info, variable.name + number, cause, variable.sharding)
-            found.append(Argument(where, True, told))
+            found[where] = _told(info, variable.name + number, cause, variable.sharding)
         else:
             place = f"[0][{index - 3}]" if index > 2 else "[1]"
             own_path = place + keystr(path[1:])
             sharding, cause = given.get(own_path, (None, "state"))
             name = _INDEX.sub("", user_path(own_path, names))
-            found.append(Argument(where, False, _told(info, name, cause, sharding)))
+            found[where] = _told(info, name, cause, sharding)
     return found
 
 
@@ -98,15 +90,8 @@ def _told(info: PyTree, name: str, cause: str, sharding: Sharding | None) -> Rec
     pairs = enumerate(zip(shape, own, strict=True))
     parts += [f"axis {i} by {n // m}" for i, (n, m) in pairs if m and n != m]
     size = 0 if is_host else int(np.prod(own, dtype=np.int64)) * _itemsize(aval.dtype)
-    return Record(
-        name=name,
-        cause=cause,
-        shape=shape,
-        dtype=str(aval.dtype),
-        bytes_per_chip=size,
-        split=", ".join(parts),
-        donated=bool(info.donated),
-    )
+    found = Record(name=name, cause=cause, shape=shape, dtype=str(aval.dtype), bytes_per_chip=size)
+    return Record(found, split=", ".join(parts), donated=bool(info.donated))
 
 
 def _itemsize(dtype: DTypeLike) -> int:
@@ -179,7 +164,7 @@ def total_of(stats: PyTree) -> dict[str, int]:
 
 
 def read_memory(
-    stats: PyTree, schedule: Schedule, arguments: Sequence[Argument], limit: int | None
+    stats: PyTree, schedule: Schedule, arguments: Arguments, limit: int | None
 ) -> Record:
     """Returns the memory of a compiled program: the peak by cause, and every argument.
 
@@ -188,10 +173,10 @@ def read_memory(
     taken = {i.scope: (number, i.type) for number, i in schedule.parameters().items()}
     donated = set(schedule.aliases.values())
     variables: list[Record] = []
-    for each in arguments:
-        number, own_type = taken.get(each.path, (-1, ""))
+    for path, each in arguments.items():
+        number, own_type = taken.get(path, (-1, ""))
         own = {"bytes_per_chip": type_bytes_in_memory(own_type), "donated": number in donated}
-        variables.append(Record(each.told | own))
+        variables.append(Record(each | own))
     total = total_of(stats)
     causes = _causes(variables)
     # A result that has memory of its own counts to the cause of a like argument.
@@ -203,7 +188,7 @@ def read_memory(
         free[size, cause] -= 1
         causes[cause] += size
     # What is alive at the peak counts, at most as much as the compiler says there is.
-    parameters = {_form(a.told.shape) for a in arguments if a.told.cause == "parameters"}
+    parameters = {_form(v.shape) for v in variables if v.cause == "parameters"}
     live = [(_is_gradient(each, parameters), each.bytes) for each in schedule.at_peak]
     scale = min(1.0, total["temp_bytes"] / max(1, sum(size for _, size in live)))
     for is_gradient, size in live:
@@ -212,12 +197,12 @@ def read_memory(
     return _memory(total, limit, causes, variables)
 
 
-def memory_of_refused(arguments: Sequence[Argument], limit: int | None, text: str) -> Record:
+def memory_of_refused(arguments: Arguments, limit: int | None, text: str) -> Record:
     """Returns the memory of a program that does not fit, by what the compiler said of it."""
     exhausted = read_exhausted(text)
     assert exhausted is not None
     needed, known_limit, only_temporaries = exhausted
-    variables = [each.told for each in arguments]
+    variables = [*arguments.values()]
     given = sum(v.bytes_per_chip for v in variables)
     peak = needed + given if only_temporaries else max(needed, given)
     total = {"peak_bytes": peak, "argument_bytes": given, "output_bytes": 0, "alias_bytes": 0}
@@ -266,13 +251,12 @@ def planned_collectives(
     compiled: Sequence[Collective],
     written: Sequence[Collective],
     schedule: Schedule,
-    arguments: Sequence[Argument],
+    arguments: Arguments,
 ) -> tuple[list[Record], list[tuple[float, str, int]]]:
     """Returns the collectives of a program by cause, and the place, kind and bytes of each.
 
     Those that are compiled are in the order of its text.
     """
-    names = {a.path: a.told for a in arguments}
     kinds: dict[str, set[str]] = collections.defaultdict(set)
     for each in written:
         kinds[each.source].add(each.kind)
@@ -281,7 +265,7 @@ def planned_collectives(
     for each, (own, place, overlaps) in zip(compiled, schedule.collectives(), strict=True):
         if place is not None:
             places.append((place, each.kind, each.result_bytes))
-        sources = list(_sources(own, schedule.everywhere, names)) or _like(own, arguments)
+        sources = list(_sources(own, schedule.everywhere, arguments)) or _like(own, arguments)
         variables = list(dict.fromkeys(a.name for a in sources))
         why = _why(each, kinds.get(each.source, set()), own, bool(sources))
         told.append(told_of(each, variables, why, overlaps))
@@ -331,7 +315,7 @@ def _why(each: Collective, written: set[str], own: Instruction, is_of_arguments:
 
 
 def _sources(
-    own: Instruction, made: Mapping[str, Instruction], names: Mapping[str, Record]
+    own: Instruction, made: Mapping[str, Instruction], arguments: Arguments
 ) -> Iterator[Record]:
     """Yields the arguments whose values go into a collective more or less as they are."""
     ahead, seen = [(o, 0) for o in own.operands], set[str]()
@@ -341,20 +325,21 @@ def _sources(
         if each is None or name in seen or depth > 8:
             continue
         seen.add(name)
-        argument = names.get(each.scope) if each.opcode == "parameter" else None
+        argument = arguments.get(each.scope) if each.opcode == "parameter" else None
         if argument is not None and argument.cause != "batch" and argument.shape:
             yield argument
         if each.opcode in _HANDS_ON and (each.opcode != "fusion" or len(each.operands) <= 3):
             ahead += [(o, depth + 1) for o in each.operands]
 
 
-def _like(own: Instruction, arguments: Sequence[Argument]) -> list[Record]:
+def _like(own: Instruction, arguments: Arguments) -> list[Record]:
     """Returns the parameters of whose shape the results of a reduction are."""
     if not own.opcode.startswith(("all-reduce", "reduce-scatter")):
         return []
     free: dict[tuple[int, ...], list[Record]] = collections.defaultdict(list)
-    for each in (a.told for a in arguments if a.told.cause == "parameters"):
-        free[_form(each.shape)].append(each)
+    for each in arguments.values():
+        if each.cause == "parameters":
+            free[_form(each.shape)].append(each)
     forms = filter(None, map(_form, shapes(own.type)))
     return [free[form].pop(0) for form in forms if free[form]]
 

@@ -63,10 +63,7 @@ class Live(NamedTuple):
 
 
 class Schedule:
-    """A compiled program, read from its text.
-
-    Args:
-      hlo_text: the text of a scheduled module, as from `compiled.as_text()`.
+    """A compiled program, read from the text of its scheduled module.
 
     Attributes:
       instructions: those of the program itself, in the order of execution.

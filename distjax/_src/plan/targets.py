@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -58,31 +57,24 @@ def load(target: str) -> Target:
     Raises:
       ValueError: there is no such module, file or function.
     """
-    where, colon, name = target.rpartition(":")
-    got = "" if colon and name.isidentifier() else repr(target)
-    if not got and where.endswith(".py"):
+    where, _, name = target.rpartition(":")
+    folder, module, got = os.getcwd(), where, f"nothing called {name} in {where}"
+    if where.endswith(".py"):
         folder, file = os.path.split(os.path.abspath(where))
-        sys.path.insert(0, folder)  # as if it were run from there
-        got = "" if os.path.isfile(where) else f"no file {where}"
-        where = file.removesuffix(".py")
-        spec: Any = importlib.util.spec_from_file_location(where, os.path.join(folder, file))
-        if not got:
-            sys.modules[where] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[where])
-    elif not got:
-        sys.path.insert(0, os.getcwd())
-        try:
-            importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name is None or not where.startswith(error.name):
-                raise
-            got = f"no module {error.name!r}"
-    if not got and hasattr(sys.modules[where], name):
-        return getattr(sys.modules[where], name)
+        module = file.removesuffix(".py")
+        sys.modules.pop(module, None)  # of another folder
+    sys.path.insert(0, folder)  # as if it were run from there
+    try:
+        if module and hasattr(found := importlib.import_module(module), name):
+            return getattr(found, name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        got = f"no file {where}" if where.endswith(".py") else f"no module {error.name!r}"
     raise ValueError(
         message(
             f"target {target!r} needs to be module:function or file.py:function",
-            got=got or f"nothing called {name} in {target.rpartition(':')[0]}",
+            got=got,
             why="the plan is made of what that function returns: a step and its arguments",
             fix=f"train.py:plan, with {_FORM} in train.py",
         )
@@ -96,32 +88,25 @@ def require_target(target: PyTree) -> Any:
       TypeError: it is no function of one strategy.
     """
     got = describe_value(target)
-    if callable(target):
-        try:
-            inspect.signature(target).bind(None)
-            return target
-        except TypeError:
-            got = f"{function_name(target)}{inspect.signature(target)}"
-        except ValueError:  # a callable without a signature
-            return target
-    raise TypeError(
-        message(
-            "a target needs to be a function of a strategy",
-            got=got,
-            why="it is called once for each strategy that is planned",
-            fix=_FORM,
-        )
-    )
+    try:
+        signature = inspect.signature(target)  # a TypeError, too, if it cannot be called
+        got = f"{function_name(target)}{signature}"
+        signature.bind(None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            message(
+                "a target needs to be a function of a strategy",
+                got=got,
+                why="it is called once for each strategy that is planned",
+                fix=_FORM,
+            )
+        ) from error
+    return target
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a target returned for one strategy.
-
-    Attributes:
-      fn: what the training loop calls.
-      args: its arguments, with `GlobalBatch`es among them.
-    """
+    """What a target returned for one strategy, with `GlobalBatch`es among the arguments."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -137,9 +122,7 @@ class Step:
     def placed(self, strategy: Strategy, per_replica: int | None = None) -> tuple[Any, ...]:
         """Returns the arguments as a loop passes them, described only.
 
-        Args:
-          strategy: the strategy.
-          per_replica: examples of each replica, in place of those of the target.
+        A replica has `per_replica` examples, in place of those of the target.
         """
 
         def place(value: PyTree) -> Any:

@@ -44,10 +44,8 @@ class Speeds(NamedTuple):
 
 _GOOGLE = "cloud.google.com/tpu/docs/system-architecture-tpu-vm, per chip"
 _DEVICE = "half of a chip, cloud.google.com/tpu/docs/tpu7x"
-#: By the kind in a topology's name; of v2, v3 and tpu7x a device is half a chip.
+#: By the kind in a topology's name.
 _SPEEDS = {
-    "v2": Speeds(23e12, 350e9, 62e9, _GOOGLE),
-    "v3": Speeds(61.5e12, 450e9, 82e9, _GOOGLE),
     "v4": Speeds(275e12, 1228e9, 300e9, _GOOGLE),
     "v5e": Speeds(197e12, 819e9, 200e9, _GOOGLE),
     "v5p": Speeds(459e12, 2765e9, 600e9, _GOOGLE),
@@ -89,11 +87,7 @@ def squarest(name: str, chips: int) -> str:
 
 
 def describe(name: str, slices: int = 1) -> Described:
-    """Returns the topology of a name; no device need be there.
-
-    Args:
-      name: "v5e:16x16", "cpu:8", "gpu:8" (one host) or "gpu:4x8" (four).
-      slices: how many TPU slices of that shape.
+    """Returns the topology of a name, as "v5e:16x16", "cpu:8", "gpu:8" or "gpu:4x8" (four hosts).
 
     Raises:
       ValueError: there is no such topology.
@@ -166,24 +160,16 @@ def _asked(name: str, platform: str, known: str, **options: object) -> Sequence[
     except Exception as error:
         first = str(error).strip().splitlines()[0][:200].rstrip(".")
         if re.search(r"(?i)already in use|lockfile|in use by", str(error)):
-            raise RuntimeError(
-                message(
-                    f"{name} needs libtpu, which one process at a time may load",
-                    got=first,
-                    why="libtpu locks a file, /tmp/libtpu_lockfile, while a process has it loaded",
-                    fix="wait for the other plan or training to end, and plan again",
-                )
-            ) from error
-        if platform == "cuda":
-            raise RuntimeError(
-                message(
-                    f"{name} needs a GPU in this machine, and JAX's plugin for it",
-                    got=first,
-                    why="GPUs are described by the one that is there",
-                    fix='pip install "jax[cuda13]" on a machine with a GPU; or --topology cpu:8',
-                )
-            ) from error
-        raise ValueError(_unknown_text(name, first)) from error
+            expected = f"{name} needs libtpu, which one process at a time may load"
+            why = "libtpu locks a file, /tmp/libtpu_lockfile, while a process has it loaded"
+            fix = "wait for the other plan or training to end, and plan again"
+        elif platform == "cuda":
+            expected = f"{name} needs a GPU in this machine, and JAX's plugin for it"
+            why = "GPUs are described by the one that is there"
+            fix = 'pip install "jax[cuda13]" on a machine with a GPU; or --topology cpu:8'
+        else:
+            raise ValueError(_unknown_text(name, first)) from error
+        raise RuntimeError(message(expected, got=first, why=why, fix=fix)) from error
 
 
 def _unknown_text(name: str, got: str) -> str:

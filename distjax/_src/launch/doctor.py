@@ -66,7 +66,10 @@ def _launch(num_processes: int, shared: str | None, seconds: int) -> dict[str, A
 
 
 def _found(
-    *wrong: Sequence[str], processes: Any = (), all_reduce: Any = (), link: float | None = None
+    *wrong: Sequence[str],
+    processes: Sequence[dict[str, Any]] = (),
+    all_reduce: Sequence[dict[str, Any]] = (),
+    link: float | None = None,
 ) -> dict[str, Any]:
     told = [dict(zip(("what", "cure"), each, strict=True)) for each in wrong]
     found = {"processes": processes, "all_reduce": all_reduce, "link_bytes_per_second": link}

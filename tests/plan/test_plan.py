@@ -257,6 +257,13 @@ def test_the_largest_batch(limit, start, refused_above):
         assert len(tried) <= 8
 
 
+def test_no_more_examples_where_the_compiler_saves_memory():
+    tried = []
+    peak = lambda size: min(size, 15_600 - size / 1e6)
+    found = planning.largest_batch(lambda n: tried.append(n) or peak(n), 8, peak(8), 16_128)
+    assert found == tried[-1] > 15_600 and len(tried) <= 3
+
+
 def test_json_text_and_page():
     report = dj.plan.plan(of_modules, "cpu:8")
     found = json.loads(report.to_json())

@@ -239,7 +239,9 @@ def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limi
 
     Memory grows about evenly with the batch, so each try is where a line meets the limit: that
     through the largest batch that fits and the smallest that does not, or the two largest known.
-    The first one begins at nothing, so it stays below the batch looked for.
+    The first one begins at nothing, so it stays below the batch looked for. Where more
+    examples take no more of little that is left, the compiler computes values again to save memory,
+    and no more are tried.
 
     Args:
       peak_of: compiles for a batch per replica, and returns its peak.
@@ -258,6 +260,8 @@ def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limi
     good, bad = (start, max(_MOST_EXAMPLES, start) + 1) if peak <= limit else (0, start)
     while bad - good > (step := max(1, good // 64)):
         n, m = (good, bad) if bad in known else sorted(known)[-2:]
+        if known[n] >= known[m] > 0.9 * limit:
+            break
         slope = max((known[m] - known[n]) / (m - n), 1e-9)
         middle = n + int((limit - known[n]) / slope)
         if len(known) > _LINES:

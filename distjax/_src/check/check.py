@@ -25,18 +25,14 @@ from distjax._src.check.comparing import (
 )
 from distjax._src.check.locating import (
     Break,
-    Edited,
     Locator,
-    edits_of,
-    reductions_before,
 )
-from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Node, Options, Tags
+from distjax._src.check.mending import Fix, changes, fix_text
+from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Options, Tags
 from distjax._src.check.report import (
-    Fix,
     describe,
     excuse_note,
     finding,
-    fix_text,
     padding_finding,
 )
 from distjax._src.check.runs import Arguments, Change, Rows, Run, TracedStep, Trial
@@ -77,8 +73,6 @@ UNSEEN = frozenset(
         "the same random numbers on every replica",
     )
 )
-#: How many lines are tried on the way to what differs, and how many that reduce, the nearest.
-_MOST_LINES, _NEAREST = 32, 3
 
 
 def check(
@@ -531,7 +525,7 @@ class _Check:
         keys = {d.key for _, d in group}
         wrong = {d.key for d in self._differences(several, self._plain(change))}
         ends = [d.value.node for _, d in group if d.value.node is not None]
-        tried = [*_candidates(group, several), *locator.repairs(ends)[:_MOST_LINES]]
+        tried = changes([b for b, _ in group if b is not None], ends, locator)
         nodes = dict.fromkeys(node for edited in tried for node in edited.nodes)
         if not nodes:
             return None
@@ -539,8 +533,6 @@ class _Check:
         unchanged = jnp.zeros(len(edits), jnp.int32)
         traced = TracedStep(self._trial, self._options(edits=edits, modes=unchanged))
         for own, edit, told, is_term in tried:
-            if not own:
-                continue
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
             different = self._differences(traced.run(change, modes), self._plain(change))
             left = {d.key for d in different}
@@ -582,52 +574,6 @@ def _origin_of(where: Break | None, different: Difference) -> Any:
         if node is not None and node.is_reduction:
             return node.line, node.name
     return APART if different.what == APART else where.node.line
-
-
-#: How a reduction is made a mean in place of a sum, or a sum in place of a mean.
-_RESIZED = ("divided", "multiplied")
-
-
-def _candidates(group: Sequence[tuple[Break | None, Difference]], several: Run) -> list[Edited]:
-    """Returns changes that may mend a step, the likeliest first."""
-    breaks = list(dict.fromkeys(b for b, _ in group if b is not None))
-    made = {b: b.made_by for b in breaks if b.made_by is not None and b.made_by.is_reduction}
-    rest = [b for b in breaks if b.came_in is not None and b not in made]
-    merges = [b.node for b in breaks if b.node.is_merge]  # as an optimizer's, or a variable's
-    tried = [
-        Edited(_alike(node, several), edit, node)
-        for node in dict.fromkeys([*made.values(), *merges])
-        for edit in _RESIZED
-    ]
-    terms = tuple(dict.fromkeys(b.term for b in rest if b.term is not None))
-    if terms:
-        told = next((b.term_told for b in rest if b.term_told is not None), terms[0])
-        edit = next(b.term_edit for b in rest if b.term_edit)
-        tried.append(Edited(terms, edit, told, is_term=True))
-    came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
-    if came_in:
-        told, edits = rest[0].made_by or came_in[0], edits_of(rest[0].kind)
-        tried += [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
-    starts = [b.node for b in breaks] or [d.value.node for _, d in group if d.value.node]
-    nearest: dict[tuple[str, str], Node] = {}
-    for node in reductions_before(starts):
-        nearest.setdefault((node.line, node.name), node)
-    for node in list(nearest.values())[:_NEAREST]:
-        tried += [Edited(_alike(node, several), edit, node) for edit in _RESIZED]
-    return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
-
-
-def _editable(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Returns values whose edit is that of others, which cross-replica code computes."""
-    across = [x for node in nodes if node.is_cross or node.is_merge for x in node.inputs]
-    own = (node for node in nodes if not (node.is_cross or node.is_merge))
-    return tuple(dict.fromkeys([*own, *(x for x in across if x.is_part and not x.is_cross)]))
-
-
-def _alike(node: Node | None, several: Run) -> tuple[Node, ...]:
-    """Returns the values that the same line computes in the same way."""
-    nodes = several.recording.nodes
-    return tuple(n for n in nodes if node and (n.line, n.name) == (node.line, node.name))
 
 
 # -- other rows -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -72,22 +72,6 @@ class Break:
     term_told: Node | None = None
 
 
-class Edited(NamedTuple):
-    """A change of a step that may mend it.
-
-    Attributes:
-      nodes: the values that are changed: all that one line computes, as of a tree of gradients.
-      edit: how, one of `replay.EDITS`.
-      told: the value whose line is told.
-      is_term: whether it does not fit what it is added to.
-    """
-
-    nodes: tuple[Node, ...]
-    edit: str
-    told: Node
-    is_term: bool = False
-
-
 class Locator:
     """Finds where the law breaks, from the kept values of two runs.
 
@@ -99,6 +83,9 @@ class Locator:
         rounding, and Adam makes a step of it.)
       num_replicas: R.
       written: what the step leaves in variables, which the next step reads.
+
+    Attributes:
+      nodes: the values of R replicas, each after those that it is computed from.
     """
 
     def __init__(
@@ -114,6 +101,7 @@ class Locator:
         self._mates: Mapping[Any, Node] = {node.place: node for node in alone}
         self._count = num_replicas
         self._order = {node: i for i, node in enumerate(several)}
+        self.nodes = tuple(several)
         self._kinds: dict[Node, tuple[Kind, ...] | None] = {}
 
     def kinds(self, node: Node) -> tuple[Kind, ...] | None:
@@ -178,7 +166,7 @@ class Locator:
                 continue
             seen.add(node)
             kinds = self.kinds(node)
-            if node is start and _may_be_right(kinds or ()):
+            if node is start and may_be_right(kinds or ()):
                 kinds = ()  # new state differs by little of its size, though by much of its change
             if kinds:
                 made_by = self._origin(node, kinds)
@@ -232,7 +220,7 @@ class Locator:
 
     def _break_at(self, node: Node) -> Break:
         known = [(x, self.kinds(x) or ()) for x in node.inputs]
-        suspects = [(x, kinds[0]) for x, kinds in known if kinds and not _may_be_right(kinds)]
+        suspects = [(x, kinds[0]) for x, kinds in known if kinds and not may_be_right(kinds)]
         if not suspects:
             return Break(node, None, None, None)
         # A wrong size is worse than a share, which is worse than rows; and of a quotient of shares
@@ -274,58 +262,17 @@ class Locator:
             before = [
                 x
                 for x, k in known
-                if not _may_be_right(k) and (wanted.intersection(k) or any(map(_is_off, k)))
+                if not may_be_right(k) and (wanted.intersection(k) or any(map(_is_off, k)))
             ]
             if not before:
                 written = None if at.variable in followed else self._written.get(at.variable)
-                if written is None or _may_be_right(kinds := self.kinds(written) or ()):
+                if written is None or may_be_right(kinds := self.kinds(written) or ()):
                     return at
                 followed.add(at.variable)
                 wanted, at = set(kinds), written
                 continue
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
-
-    def repairs(self, nodes: Iterable[Node]) -> list[Edited]:
-        """Returns changes of what values are computed from that make it that of one replica.
-
-        A change is of all that one line computes of one kind (the leaves of a tree of gradients),
-        but for what is only used there; the first line, where such a value is made, comes first.
-        """
-        ahead, upstream = list(nodes), set[Node]()
-        while ahead:
-            node = ahead.pop()
-            if node not in upstream:
-                upstream.add(node)
-                ahead += node.inputs
-        by_line: dict[tuple[str, str], list[Node]] = {}
-        for node in sorted(upstream, key=lambda x: self._order.get(x, -1)):
-            kinds = self.kinds(node) or ()
-            if kinds and not (_may_be_right(kinds) or node.is_cross):
-                for edit in edits_of(kinds[0]):
-                    by_line.setdefault((node.told, edit), []).append(node)
-        found = list[Edited]()
-        for (_, edit), own in by_line.items():
-            used = {x for node in own for x in node.inputs}
-            last = tuple(node for node in own if node not in used)
-            found.append(Edited(last, edit, last[-1]))
-        return found
-
-
-#: How a value of a kind is made that of one replica, the likeliest first: of `replay.EDITS`.
-_REPAIRS = {
-    Kind(SHARE, 1): ("averaged", "summed"),
-    Kind(EQUAL, 1): ("divided",),
-    Kind(EQUAL, -1): ("multiplied",),
-    Kind(LARGEST): ("the largest",),
-    Kind(SMALLEST): ("the smallest",),
-}
-
-
-def edits_of(kind: Kind | None) -> tuple[str, ...]:
-    """Returns what may make a value of a kind that of one replica, the likeliest first."""
-    is_share = kind is None or kind.form == SHARE  # its mean, too, where it is divided by another
-    return _REPAIRS.get(kind or Kind(SHARE), ("summed", "averaged") if is_share else ())
 
 
 def _is_total_of(reduction: Node, node: Node) -> bool:
@@ -338,23 +285,9 @@ def _is_off(kind: Kind) -> bool:
     return kind.form == EQUAL and kind.power != 0
 
 
-def _may_be_right(kinds: Sequence[Kind]) -> bool:
+def may_be_right(kinds: Sequence[Kind]) -> bool:
     """Returns whether a value may be whole, and of the right size (as zero is)."""
     return any(kind.is_right for kind in kinds)
-
-
-def reductions_before(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the reductions on the way to values, nearest first."""
-    ahead, seen, found = list(nodes), set[Node](), list[Node]()
-    while ahead:
-        node = ahead.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.is_reduction:
-            found.append(node)
-        ahead += node.inputs
-    return found
 
 
 def _close(a: np.ndarray, b: np.ndarray, floor: float) -> bool:

@@ -5,66 +5,20 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from distjax._src import user_lines
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, LARGEST, ROWS, SHARE, SMALLEST, Break, Kind
-from distjax._src.check.replay import DRAWS, Node, Tags
+from distjax._src.check.mending import Fix
+from distjax._src.check.replay import DRAWS, Tags
 from distjax._src.context import Finding
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
 
 RULE = "numbers that depend on the number of replicas"
-_MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
-_SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
-
 _LEVELS = ("error", "warning", "note")
-
-
-class Fix(NamedTuple):
-    """A change of a step that was tried with success.
-
-    Attributes:
-      text: in words.
-      line: whose value it changes.
-      mended: the keys of all that does not differ with it.
-      is_of_term: whether it is of a value that does not fit what it is added to.
-    """
-
-    text: str
-    line: str
-    mended: frozenset[Any]
-    is_of_term: bool
-
-
-def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
-    """Returns a fix that was tried with success, in words; see `locating.Edited`."""
-    line = node.line
-    what = f"what {node.told} computes" + ("" if node.is_backward else f" ({node.name})")
-    if is_term and edit == "divided":
-        return (
-            f"(...) / ctx.num_replicas_in_sync of the term that {line} adds, which is equal on "
-            "all replicas; or the term added after the sum over the replicas"
-        )
-    if edit == "divided" and not node.is_reduction:
-        return f"(...) / ctx.num_replicas_in_sync of {what}, which is R times too large"
-    if edit == "multiplied" and not node.is_reduction:
-        of = "a share of the whole batch's mean beside a mean of this replica's rows"
-        of = of if is_term else "as a number of this replica's rows is of that of all"
-        return (
-            f"ctx.num_replicas_in_sync * (...) of {what}, which is 1 / R of what it has to be, {of}"
-        )
-    return {
-        "divided": f"a mean in place of the sum at {line}: {_MEANS}",
-        "multiplied": f"a sum in place of the mean at {line}: {_SUMS}",
-        "averaged": f"the mean over the replicas of {what}: {_MEANS}",
-        "summed": f"the sum over the replicas of {what}: {_SUMS}",
-        "the largest": f"the largest over the replicas of {what}: jax.lax.pmax(x, axis)",
-        "the smallest": f"the smallest over the replicas of {what}: jax.lax.pmin(x, axis)",
-    }[edit]
 
 
 def finding(

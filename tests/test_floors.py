@@ -205,3 +205,10 @@ def test_a_step_runs_with_no_layer(monkeypatch, pair):
     results = [float(pair.run(step, args=(jnp.float32(n),))) for n in range(3)]
     assert results == [0, 2, 4]
     assert float(total.value) == 6
+
+
+def test_package_readmes_name_their_floor():
+    for readme in ROOT.glob("_src/*/README.md"):
+        told = re.search(r"^Floor (\d+):", readme.read_text(), re.MULTILINE)
+        if told:
+            assert int(told[1]) == FLOORS[readme.parent.name], readme

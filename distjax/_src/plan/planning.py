@@ -313,6 +313,6 @@ def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator
         yield "there is no limit of memory to compare with on CPUs: everything fits"
     elif memory.by_cause["unattributed"] > 0.1 * memory.peak_bytes:
         yield (
-            "unattributed: gaps between small buffers; each takes 32 KiB or more, whatever "
-            "its size; they grow with the number of arrays only"
+            "unattributed: the compiler counts it and does not say for what; with libtpu 0.0.50 "
+            "it grows with the number of small arrays, not with their size"
         )

@@ -360,9 +360,27 @@ def preemption_sync_manager() -> Any:
     return _distributed.global_state.preemption_sync_manager
 
 
-def set_preemption_sync_manager(manager: object) -> None:
-    """Sets what JAX, and libraries through it, ask whether all processes stop at a step."""
-    _distributed.global_state.preemption_sync_manager = manager
+@contextlib.contextmanager
+def delaying_preemption_service(stand_in: object) -> Generator[None]:
+    """A context in which JAX joins a job, and has `stand_in` in place of its sync manager then.
+
+    If JAX is told to have none, it has none.
+    """
+    if not jax.config.jax_enable_preemption_service:
+        yield
+        return
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_preemption_service", True)
+    _distributed.global_state.preemption_sync_manager = stand_in
+
+
+def begin_preemption_service() -> None:
+    """Makes JAX's sync manager, in place of a stand-in, and with it a handler of SIGTERM in C++."""
+    _distributed.global_state.preemption_sync_manager = None
+    _distributed.global_state.initialize_preemption_sync_manager()
 
 
 def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, Any]:

@@ -1,7 +1,6 @@
 """With which code a process ends, and when Python's own end stays as it is."""
 
 import dataclasses
-import itertools
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from distjax import errors
 from distjax._src.cluster import ending, watch
 from distjax._src.cluster.job import Job
 from distjax._src.cluster.joining import make_timeouts
-from distjax._src.cluster.ledger import CAUSE, Ledger, Phase, as_text, mark_of
+from distjax._src.cluster.ledger import CAUSE, Ledger
 
 LOST = "Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:21893"
 
@@ -98,7 +97,6 @@ def watch_that(seen):
     """The methods of a watch that notes what it is told."""
     return {
         "start": lambda: None,
-        "come_to_the_end": lambda: seen.append("at the end"),
         "stop": lambda: seen.append("stop watch"),
     }
 
@@ -109,7 +107,7 @@ def make_job(wait=None, came=()):
         blocking_key_value_get=wait,
         key_value_set=lambda *args, **kwargs: None,
         key_value_dir_get=lambda key: [
-            (f"{key}/{i}", "3 launches") for i in came if key == "distjax/end/came"
+            (f"{key}/{i}", "") for i in came if key.startswith("distjax/meeting/")
         ],
     )
     timeouts = make_timeouts(60, 10, 10, 600.0, None, 3600.0)
@@ -253,8 +251,8 @@ def test_a_meeting_at_the_end_that_fails(meet_with, capsys, status, code):
         meet()
     assert end.value.args == (code, "it came to its end alone", 71)
     said = capsys.readouterr().err
-    assert said.startswith("the end of process 0 on a (pid 1) needs to be that of all processes.\n")
-    assert "Got: no end of process 1 on b (pid 2) within 8 s." in said
+    assert said.startswith("the end of the program needs all 3 processes.\n")
+    assert "Got: process 1 on b (pid 2) did not come within 8 s, while process 0 on" in said
 
 
 def test_a_meeting_at_the_end_without_the_coordinator(meet_with, monkeypatch, capsys):
@@ -262,7 +260,7 @@ def test_a_meeting_at_the_end_without_the_coordinator(meet_with, monkeypatch, ca
     monkeypatch.setattr(job.client, "key_value_dir_get", fail_to_meet)
     with pytest.raises(Ended, match="71"):
         meet_with(job)()
-    assert "Got: no end of process 0 on a (pid 1) within 8 s." in capsys.readouterr().err
+    assert "the end of the program needs all 3 processes.\n" in capsys.readouterr().err
 
 
 def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(
@@ -273,8 +271,8 @@ def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(
     with monkeypatch.context() as patch:
         patch.setattr(ending, "is_interactive", lambda: True)
         meet()
-    assert "the end of process 0 on a (pid 1) needs" in capsys.readouterr().err
-    assert hooks == ["at the end", "stop watch"]
+    assert "the end of the program needs all 3 processes" in capsys.readouterr().err
+    assert hooks == ["stop watch"]
     monkeypatch.setattr(ending.watch_the_end(), "pid", -1)
     meet()
     assert capsys.readouterr().err == ""
@@ -287,17 +285,23 @@ def test_a_closed_stderr_at_the_end_changes_no_code(meet_with, monkeypatch):
         meet()
 
 
-def test_a_difference_at_the_end_is_what_all_of_them_say(meet_with, monkeypatch, capsys):
+@pytest.mark.parametrize("status, code", [(None, 77), (3, 3)])
+def test_a_difference_at_the_end_is_what_all_of_them_say(
+    meet_with, monkeypatch, capsys, status, code
+):
     """Who leaves first is heard before the others have compared: they say its words."""
-    job = make_job()
-    said = [(f"distjax/end/came/{i}", f"{min(i, 1) + 1} launches") for i in range(3)]
-    monkeypatch.setattr(job.client, "key_value_dir_get", lambda key: said)
+    meet = meet_with(make_job())
+    with pytest.raises(SystemExit):
+        sys.exit(status)
+
+    def differ(*args):
+        raise errors.AgreementError("processes need to do the same")
+
+    monkeypatch.setattr(ending, "exchange", differ)
     with pytest.raises(Ended) as end:
-        meet_with(job)()
-    code, text, others_code = end.value.args
-    assert (code, others_code) == (77, 77)
-    assert "process 1 on b (pid 2), process 2 on c (pid 3) differ from process 0 in what" in text
-    assert text in capsys.readouterr().err
+        meet()
+    assert end.value.args == (code, "processes need to do the same", 77)
+    assert "processes need to do the same" in capsys.readouterr().err
 
 
 def test_an_exception_that_a_later_hook_has_printed_is_the_end_all_the_same(meet_with, monkeypatch):
@@ -314,43 +318,15 @@ def test_an_exception_that_a_later_hook_has_printed_is_the_end_all_the_same(meet
 
 
 def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
-    """Process 0 waits for those who have not come."""
-    came, waited = [0], []
-
-    def come(key, timeout_in_ms):
-        waited.append((key, timeout_in_ms))
-        came.append(len(came))
-
-    meet = meet_with(make_job(come, came))
+    met = []
+    monkeypatch.setattr(ending, "exchange", lambda job, *args: met.append(args))
+    meet = meet_with(make_job())
     meet()
-    assert [key for key, _ in waited] == [f"distjax/end/came/{i}" for i in (1, 2)]
-    assert waited[0][1] == 1000, "of 8000: a signal is handled between two calls"
-    assert hooks == ["at the end", "stop watch"]
+    assert met == [("the end of the program", "", 8.0)]
+    assert hooks == ["stop watch"]
     monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: None)
     meet()  # the user has left by jax.distributed.shutdown()
-    assert len(waited) == 2
-
-
-def test_a_process_that_is_still_writing_is_awaited_at_the_end(meet_with, monkeypatch, capsys):
-    """Then for as long again as one that is silent; its mark says that it is at work no more."""
-    writing = [Phase("writing step 3", 0.0, is_work=True)]
-    at = itertools.chain([writing] * 3, itertools.repeat([]))
-
-    def hear(key):
-        if key == "distjax/end/came":
-            return [(f"{key}/{i}", "3 launches") for i in (0, 1)]
-        mark = mark_of(Ledger(), next(at), None, at_end=False)
-        return [("distjax/watch/2/mark", as_text(mark))]
-
-    waits = []
-    job = make_job(lambda *args: waits.append(args) or fail_to_meet())
-    monkeypatch.setattr(job.client, "key_value_dir_get", hear)
-    with pytest.raises(Ended, match="71"):
-        meet_with(job)()
-    assert {key for key, _ in waits} == {"distjax/end/came/2"}
-    looks = 1_000, *[2_000] * 3  # the last one shows that it has gone on
-    assert sum(milliseconds for _, milliseconds in waits) == sum(looks) + 8_000
-    assert "Got: no end of process 2 on c (pid 3) within 8 s." in capsys.readouterr().err
+    assert len(met) == 1
 
 
 class Store:

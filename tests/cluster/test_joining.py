@@ -96,22 +96,21 @@ def test_who_needs_a_job_joins_it_unless_the_program_has():
 )
 def test_what_jax_is_told(monkeypatch, coordinator, bind, bound, gloo):
     """Where it binds (of itself, every interface), how long it waits, options of mTLS."""
-    told, hosts, on_sigterm = {}, [], ending._swap_action(None).raw[:8]
+    told, hosts = {}, []
 
     def rendezvous(*place, **options):
+        assert not jax.config.jax_enable_preemption_service  # else SIGTERM would end nothing
         told.update(options, place=place)
-        ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        told_to_jax = ending._swap_action(None)
-        signal.signal(signal.SIGTERM, ignored)
-        ending._swap_action(told_to_jax)  # as its preemption service does, in C++
 
+    monkeypatch.setattr(jax_compat._distributed.global_state, "preemption_sync_manager", None)
     monkeypatch.setattr(jax.distributed, "initialize", rendezvous)
     monkeypatch.setattr(jax_compat, "make_gloo_listen_at", hosts.append)
     timeouts = make_timeouts(60, 9.5, 11, 600.0, None, 3600.0)
     mtls = (("mtls_ca_file", "ca"),)
     joining._join_jax(Settings(coordinator, 2, 0, (3,), bind, timeouts, 0, mtls))
     assert hosts == [gloo]
-    assert ending._swap_action(None).raw[:8] == on_sigterm
+    assert jax.config.jax_enable_preemption_service
+    assert isinstance(jax_compat.preemption_sync_manager(), ending.Notice)
     assert told == {
         "place": (coordinator, 2, 0),
         "local_device_ids": (3,),

@@ -20,23 +20,23 @@ def jobs():
     return [dataclasses.replace(make_job(), process_id=i, client=store) for i in range(3)]
 
 
-def come(job, text="said"):
-    job.client.key_value_set(f"{PLACE}/came/{job.process_id}", f"{text} {job.process_id}")
+def come(job):
+    job.client.key_value_set(f"{PLACE}/came/{job.process_id}", f"said {job.process_id}")
+
+
+def meet(job, seconds=30.0):
+    return meeting.come_and_hear(job, PLACE, f"said {job.process_id}", seconds)
 
 
 def test_all_hear_all_in_whatever_order_they_come(jobs):
     heard = {}
-
-    def meet(job):
-        come(job)
-        heard[job.process_id] = meeting._hear_all(job, PLACE, 30.0)
-
-    threads = [threading.Thread(target=meet, args=(job,)) for job in jobs[::-1]]
+    hear = lambda job: heard.update({job.process_id: meet(job)})
+    threads = [threading.Thread(target=hear, args=(job,)) for job in jobs[::-1]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == dict.fromkeys(range(3), '["said 0", "said 1", "said 2"]')
+    assert heard == dict.fromkeys(range(3), ["said 0", "said 1", "said 2"])
 
 
 class Late(Store):
@@ -49,13 +49,14 @@ class Late(Store):
     def blocking_key_value_get(self, key, timeout_in_ms):
         try:
             return super().blocking_key_value_get(key, 0)
-        finally:
+        except jax.errors.JaxRuntimeError:
             if self.happens:
                 self.happens.pop(0)()
+            raise
 
 
 def tell_phase(job, *phases):
-    tell(job, as_text(mark_of(Ledger(), phases, None, False)))
+    tell(job, as_text(mark_of(Ledger(), phases)))
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -66,14 +67,13 @@ def test_who_compiles_is_awaited(jobs, who):
     def come_at_last():
         come(jobs[2])
         if who != 0:
-            jobs[0].client.key_value_set(f"{PLACE}/said", "all of it")
+            jobs[0].client.key_value_set(f"{PLACE}/said", '["all of it"]')
 
     store = Late(lambda: tell_phase(jobs[2], compiling), lambda: None, come_at_last)
     jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
-    for job in jobs[:2]:
-        come(job)
-    heard = meeting._hear_all(jobs[who], PLACE, 1.0)
-    assert heard == ('["said 0", "said 1", "said 2"]' if who == 0 else "all of it")
+    come(jobs[1 - who])
+    heard = meet(jobs[who], 1.0)
+    assert heard == (["said 0", "said 1", "said 2"] if who == 0 else ["all of it"])
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -97,8 +97,8 @@ def test_the_wait_is_for_one_that_is_at_no_work(jobs, who):
     jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
     come(jobs[1 - who])
     with pytest.raises(jax.errors.JaxRuntimeError, match="DEADLINE_EXCEEDED"):
-        meeting._hear_all(jobs[who], PLACE, 1.0)
-    assert waits == [250] * (5 + 4)
+        meet(jobs[who], 1.0)
+    assert waits[who == 0 :] == [250] * (5 + 4)  # process 0 hears process 1 first
 
 
 class Asked(Store):
@@ -118,9 +118,8 @@ def test_no_call_of_the_service_outlasts_a_signal_by_more_than_a_second(jobs, wh
     """Python raises KeyboardInterrupt between two calls; others may be awaited for an hour."""
     store = Asked()
     jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
-    come(jobs[who])
     with pytest.raises(jax.errors.JaxRuntimeError):
-        meeting._hear_all(jobs[who], PLACE, 5.2)
+        meet(jobs[who], 5.2)
     assert max(store.waits) == 1000
     assert sum(store.waits) // 100 == 52
 

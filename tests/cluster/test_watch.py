@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import sys
 import threading
 import types
@@ -26,7 +25,6 @@ from distjax._src.cluster.ledger import (
     waiting,
 )
 from tests.cluster.test_ending import Store, closed_output, make_job
-from tests.interrupts import in_codes, interrupted
 
 print_stacks = watch.print_stacks  # as it is but for `ends`
 
@@ -82,7 +80,8 @@ def make_processes(count=3, store=None):
 
 def launch(ledger, *launches, token=None):
     for each in launches:
-        ledger.end_launch(ledger.begin_launch(each), token)
+        ledger.begin_launch(each)
+        ledger.end_launch(each, token or Token(ready=True))
 
 
 def look_all(processes, now=0.0):
@@ -160,26 +159,25 @@ def test_meetings_of_different_occasions_are_told_by_themselves():
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_step_more_than_one_that_has_come_to_its_end(who):
     processes = make_processes(2)
-    for i, (ledger, each) in enumerate(processes):
+    for i, (ledger, _) in enumerate(processes):
         launch(ledger, TRAIN, *[EVALUATE] * (i != who))
         if i == who:
-            each.come_to_the_end()
+            ledger.add_meeting("the end of the program")
     text = difference(processes)
-    assert f"'the end of the program after 1 calls' on process {who}" in text
+    assert f"'call 2: the end of the program' on process {who}" in text
     assert f"'call 2: evaluate' on process {1 - who}" in text
 
 
 def test_a_meeting_that_another_does_not_come_to_has_a_bound_of_its_own():
     processes = make_processes(2)
     processes[0][0].add_meeting("the creation of 'w'")
-    processes[1][1].come_to_the_end()
     look_all(processes)
 
 
 def test_a_launch_that_was_refused_is_none():
     processes = make_processes(2)
     processes[0][0].begin_launch(TRAIN)
-    processes[0][0].abandon_launch(TRAIN)
+    processes[0][0].end_launch(TRAIN, None)
     launch(processes[1][0], EVALUATE)
     launch(processes[0][0], EVALUATE)
     look_all(processes)
@@ -203,10 +201,11 @@ def test_a_launch_that_returns_while_it_is_looked_at_is_told_once():
     class Name(str):
         def encode(self):
             if ledger.starting is not None:
-                ledger.end_launch(launched, None)
+                ledger.end_launch(launched, Token())
             return super().encode()
 
-    launched = ledger.begin_launch(Launch(Name("train")))
+    launched = Launch(Name("train"))
+    ledger.begin_launch(launched)
     assert ledger.find_blocked()[:2] == ledger.find(1)[:2]
 
 
@@ -243,7 +242,7 @@ def test_a_step_that_all_have_launched():
 
 
 @pytest.mark.parametrize(
-    "token", [Token(ready=True), Token(ready=None), None], ids=["completed", "deleted", "none"]
+    "token", [Token(ready=True), Token(ready=None)], ids=["completed", "deleted"]
 )
 def test_what_has_completed_or_is_gone_is_not_awaited(token):
     processes = make_processes(2)
@@ -407,46 +406,20 @@ def test_one_thread_launches_at_a_time():
     token = types.SimpleNamespace(block_until_ready=lambda: order.append("first is awaited"))
 
     def launch_second():
-        began = ledger.begin_launch(EVALUATE)
+        ledger.begin_launch(EVALUATE)
         order.append("second begins")
-        ledger.end_launch(began, None)
+        ledger.end_launch(EVALUATE, token)
 
-    began = ledger.begin_launch(TRAIN)
+    ledger.begin_launch(TRAIN)
     thread = threading.Thread(target=launch_second)
     thread.start()
     thread.join(0.2)
     order.append("first ends")
     assert ledger.starting is TRAIN
-    ledger.end_launch(began, token)
+    ledger.end_launch(TRAIN, token)
     thread.join()
     assert order == ["first ends", "first is awaited", "second begins"]
     assert [ledger.find(number).text for number in (1, 2)] == [TRAIN.text, EVALUATE.text]
-
-
-def test_a_launch_that_a_signal_ends_stops_no_other_thread():
-    ledger = Ledger()
-    codes = {Ledger.begin_launch.__code__, Ledger.end_launch.__code__}
-
-    def launch_or_abandon():
-        began = None
-        try:
-            began = ledger.begin_launch(TRAIN)
-            ledger.end_launch(began, None)
-        except BaseException:
-            if began is not None:
-                ledger.abandon_launch(began)
-            raise
-
-    launch_or_abandon()
-    for n in itertools.count(1):
-        outcome = interrupted(launch_or_abandon, n, in_codes(codes))
-        thread = threading.Thread(target=launch, args=(ledger, EVALUATE), daemon=True)
-        thread.start()
-        thread.join(20)
-        assert not thread.is_alive() and ledger.starting is None, outcome.line
-        if outcome.line is None:
-            break
-    assert n > 6
 
 
 # -- messages ------------------------------------------------------------------
@@ -496,7 +469,7 @@ def test_what_is_no_mark(line):
 def test_a_mark_as_text_and_back():
     ledger = Ledger()
     launch(ledger, TRAIN, Launch("evaluate", 5, 3))
-    mark = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)], None, False)
+    mark = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)])
     assert parse_mark(as_text(mark)) == mark
     assert mark.describe() == "2 calls, compiling step"
     assert find_difference(mark, ledger, mark) is None

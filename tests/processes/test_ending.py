@@ -74,7 +74,7 @@ EARLY_ENDS = {
         (71, 70),
         "invalid literal",
     ),
-    "exit": ("sys.exit(3)", (71, 3), "no end of process 0 on "),
+    "exit": ("sys.exit(3)", (71, 3), "the end of the program needs all 2 processes"),
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", (71, -9), ""),
 }
 
@@ -109,8 +109,7 @@ def test_one_process_ends_early(how, jobs):
 def test_the_end_of_the_program_is_a_meeting(jobs):
     first, second = jobs["dies"].result()
     assert (first.code, second.code) == (71, -15)
-    assert "the end of process 0 on " in first.said
-    assert "Got: no end of process 1 on " in first.said
+    assert "the end of the program needs all 2 processes.\n  Got: process 1 on " in first.said
 
 
 def test_a_step_without_a_process_ends_as_its_loss(jobs):

@@ -94,7 +94,7 @@ TABLE = {
     "an argument of another shape": at_meetings.another_shape,
     "a metric read by one process": (METRIC_ON_ONE, ": step of arguments "),
     "evaluate where the others call step": (OTHER_FUNCTION, ": evaluate of arguments "),
-    "a step more than the others": (SKIPPED, "the end of the program after "),
+    "a step more than the others": (SKIPPED, ": the end of the program"),
     "another function of the same name": (OF_ONE_NAME, ": adder.<locals>.add of arguments "),
     "another shape that is known": (OTHER_SHAPE, ": adder.<locals>.add, program "),
     "other numbers of the same digits": (OTHER_DIGITS, ": count of arguments "),

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import threading
 from collections.abc import Generator
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
-
-import jax
+from typing import Any, NoReturn
 
 from distjax._src import jax_compat
 from distjax._src.cluster.job import Job, job, record_failure
-from distjax._src.cluster.ledger import ledger
-from distjax._src.cluster.meeting import come_and_hear, require_equal, who_came
+from distjax._src.cluster.meeting import exchange
 from distjax._src.cluster.watch import (
     DIFFERENT,
     PEER_LOST,
@@ -39,11 +35,11 @@ from distjax._src.cluster.watch import (
     print_error,
     watch_callbacks,
 )
-from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
+from distjax.errors import AgreementError, ClusterError, StuckError
 
 #: The fraction of `shutdown_timeout` for the last meeting; JAX's own wait would abort.
 _SHARE = 0.8
-_PLACE = "distjax/end"
+THE_END = "the end of the program"
 
 
 class _Ending:
@@ -114,9 +110,8 @@ class _Ending:
         if error is not None and sys.excepthook != self._on_uncaught and self._is_end(error):
             begin_to_end()  # another hook, which did not call ours, has printed it
             _end_after(error)
-        self._watch.come_to_the_end()
         try:
-            _wait_for_all(joined)
+            exchange(joined, THE_END, "", _SHARE * joined.timeouts.shutdown_timeout)
         except ClusterError as error:
             if not is_interactive():
                 self._end_alone(joined, error)
@@ -127,9 +122,10 @@ class _Ending:
     def _end_alone(self, joined: Job, error: ClusterError) -> NoReturn:
         begin_to_end()
         print_error(error)
-        record_failure(exit_code(error), error_text(error))
         if isinstance(error, AgreementError):
-            leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
+            record_failure(DIFFERENT, error_text(error))
+            leave(joined, self.code or DIFFERENT, str(error), DIFFERENT)  # maybe as the first
+        record_failure(PEER_LOST, error_text(error))
         leave(joined, self.code or PEER_LOST, "it came to its end alone")
 
 
@@ -141,38 +137,6 @@ def _end_after(error: BaseException) -> NoReturn:
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
     others_code = code if is_of_all else PEER_LOST
     leave(joined, code, error_text(error), others_code, says_who=code == PEER_LOST)
-
-
-def _wait_for_all(joined: Job) -> None:
-    """Waits until all processes have reached the end and launched the same programs.
-
-    A process still at slow work, such as a checkpoint, is given up to `phase_timeout` longer.
-    """
-    seconds = _SHARE * joined.timeouts.shutdown_timeout
-    try:
-        said = come_and_hear(joined, _PLACE, ledger.describe(), seconds)
-    except jax.errors.JaxRuntimeError:
-        raise PeerLostError(_end_text(joined, seconds)) from None
-    require_equal(joined, "what they have launched", said)
-
-
-def _end_text(joined: Job, seconds: float) -> str:
-    missing = _find_missing(joined)
-    return message(
-        f"the end of {joined.name_process(joined.process_id)} needs to be that of all processes",
-        got=f"no end of {', '.join(missing) or 'others'} within {seconds:g} s",
-        why="they were lost, or do more than this one: the job has not ended as it should",
-        fix="look for the first error of those; if they only take longer at the end: "
-        "with dj.phase('the report'): around that, or dj.initialize(..., shutdown_timeout=300)",
-    )
-
-
-def _find_missing(joined: Job) -> list[str]:
-    try:
-        ended = who_came(joined, _PLACE)
-    except jax.errors.JaxRuntimeError:  # the coordinator is gone
-        ended = range(1, joined.num_processes)
-    return [joined.name_process(i) for i in range(joined.num_processes) if i not in ended]
 
 
 _endings: list[_Ending] = []
@@ -188,59 +152,24 @@ def watch_the_end() -> _Ending:
 # -- SIGTERM as a notice ---------------------------------------------------------
 # A process that polls for it goes on to a step at which all stop. JAX's preemption service has a
 # handler of SIGTERM of its own, in C++, which tells all processes of a job; a program that does not
-# poll would then survive SIGTERM. So `hold_notice` keeps that handler aside when a process joins,
-# and it is put back by the first poll: by the first call of
+# poll would then survive SIGTERM. So the service begins with the first poll: the first call of
 # ``multihost_utils.reached_preemption_sync_point``, which orbax and other libraries call, too. In a
 # program of one process a Python handler stands in for JAX's.
 
-#: More than a `struct sigaction` of any system has.
-_ACTION_BYTES = 512
-
-
-def _swap_action(new: ctypes.Array[ctypes.c_char] | None) -> ctypes.Array[ctypes.c_char]:
-    """Returns what SIGTERM does, as C code sees it, after setting it to `new`, if that is given."""
-    former = ctypes.create_string_buffer(_ACTION_BYTES)
-    ctypes.CDLL(None).sigaction(int(signal.SIGTERM), new, former)
-    return former
-
-
-class SyncManager(Protocol):
-    """What JAX asks whether all processes stop at a step."""
-
-    def reached_sync_point(self, step: int) -> bool: ...
-
 
 class Notice:
-    """JAX's sync manager; its handler of SIGTERM, `action`, is kept aside up to the first poll."""
+    """What JAX asks whether all processes stop at a step; its own such service begins when asked.
 
-    def __init__(self, manager: SyncManager, action: ctypes.Array[ctypes.c_char]):
-        self._manager, self._action = manager, [action]
-
-    def listen(self) -> None:
-        """From now on SIGTERM is a notice, and no longer ends the process."""
-        if self._action:
-            _swap_action(self._action.pop())
+    From then on SIGTERM is a notice, and no longer ends the process.
+    """
 
     def reached_sync_point(self, step: int) -> bool:
-        """Returns whether all processes stop at this step; called by JAX for each poll."""
-        self.listen()
-        return self._manager.reached_sync_point(step)
+        """Returns whether all processes stop at this step; called by JAX for the first poll."""
+        jax_compat.begin_preemption_service()
+        return jax_compat.preemption_sync_manager().reached_sync_point(step)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
-@contextlib.contextmanager
-def hold_notice() -> Generator[None]:
-    """A context in which JAX joins a job; SIGTERM then does what it did before, up to a poll."""
-    former = _swap_action(None)
-    try:
-        yield
-    finally:
-        action = _swap_action(former)
-    manager = jax_compat.preemption_sync_manager()
-    if manager is not None:
-        jax_compat.set_preemption_sync_manager(Notice(manager, action))
+    def shutdown(self) -> None:
+        """Called by JAX when the process leaves its job."""
 
 
 class _Alone:
@@ -260,12 +189,11 @@ def listening() -> Generator[Any]:
 
     In a job it stays one afterwards, as in plain JAX: another process may have been told.
     """
+    if isinstance(jax_compat.preemption_sync_manager(), Notice):
+        jax_compat.begin_preemption_service()
     manager = jax_compat.preemption_sync_manager()
     is_main_thread = threading.current_thread() is threading.main_thread()
-    if isinstance(manager, Notice):
-        manager.listen()
-        yield manager.reached_sync_point
-    elif manager is not None or job() is not None or not is_main_thread:
+    if manager is not None or job() is not None or not is_main_thread:
         yield getattr(manager, "reached_sync_point", lambda step: False)  # none: it was disabled
     else:
         alone = _Alone()

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax._src import hooks, jax_compat, user_lines
 from distjax._src.cluster import roll_call
-from distjax._src.cluster.ending import hold_notice, watch_the_end
+from distjax._src.cluster.ending import Notice, watch_the_end
 from distjax._src.cluster.job import Job, Settings, Timeouts, job, record, set_job
 from distjax._src.cluster.meeting import ComparedFact, agree
 from distjax._src.placement.topology import Topology
@@ -147,7 +147,7 @@ def _join_jax(settings: Settings) -> None:
     gloo_host = roll_call.collectives_host(settings.coordinator_address, own_bind)
     jax_compat.make_gloo_listen_at(gloo_host)
     timeouts = settings.timeouts
-    with hold_notice():
+    with jax_compat.delaying_preemption_service(Notice()):
         jax.distributed.initialize(
             settings.coordinator_address,
             settings.num_processes,

@@ -9,13 +9,14 @@ is compared at its own count.
 
 A process that compiles, reads data or writes a checkpoint is not stuck, even if the others wait in
 a program that it has not launched yet. Such a phase has its own time limit, `phase_timeout`.
+
+Launches are recorded while Ctrl-C is held: see `interrupts`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 import time
@@ -74,14 +75,12 @@ class Call(NamedTuple):
       checksum: of all calls up to this one.
       text: a description for people.
       program: see `Launch`.
-      is_meeting: whether it is a meeting rather than a launch.
     """
 
     number: int
     checksum: int
     text: str
     program: int = 0
-    is_meeting: bool = False
 
 
 _MEETING = Launch("a meeting")
@@ -97,7 +96,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.count = self.checksum = self._num_meetings = 0
+        self.count = self.checksum = 0
         self.starting: Launch | None = None
         self._latest: Token | None = None
         self._thread = 0  # the one that launched `_latest`
@@ -107,23 +106,18 @@ class Ledger:
         self._one_at_a_time = threading.Lock()
         self._launching = threading.RLock()  # held from the beginning of a launch to its end
 
-    def begin_launch(self, launch: Launch) -> Launch:
+    def begin_launch(self, launch: Launch) -> None:
         """Records that a program over several processes is about to run.
 
         With one CPU device per process, JAX keeps launches in order only within a thread: another
         thread's program would run alongside those in flight, and their collectives would pair up.
         So this first waits for the latest launch of another thread, and no other thread begins one
-        until `end_launch` or `abandon_launch`. Take no lock in between. Returns the launch.
+        until `end_launch`. Take no lock in between.
         """
-        try:
-            self._launching.acquire()
-            if self._thread != threading.get_ident():
-                self.wait()
-            self.starting = launch
-            return launch
-        except BaseException:  # a signal
-            self.abandon_launch(launch)
-            raise
+        self._launching.acquire()
+        if self._thread != threading.get_ident():
+            self.wait()
+        self.starting = launch
 
     def wait(self) -> None:
         """Waits for the latest launch to complete; errors surface where its results are read."""
@@ -132,30 +126,19 @@ class Ledger:
                 self._latest.block_until_ready()
 
     def end_launch(self, launch: Launch, token: Token | None) -> None:
-        """Records that the program was launched; `token` is ready when it completes."""
-        try:
-            self.starting = None
+        """Records that the program was launched, and is complete when `token` is ready.
+
+        None: the launch failed, so the program did not run.
+        """
+        self.starting = None
+        if token is not None:
             self._latest, self._thread = token, threading.get_ident()
             number = self._add(launch)
             self._launched[number & _NUM_AWAITED - 1] = number, token
-        finally:
-            self._let_others_launch()
-
-    def abandon_launch(self, launch: Launch) -> None:
-        """Records that a launch failed, so the program did not run."""
-        if self.starting is launch:
-            self.starting = None
-        self._let_others_launch()
-
-    def _let_others_launch(self) -> None:
-        try:
-            self._launching.release()
-        except RuntimeError:  # this thread has not begun, or has ended already
-            pass
+        self._launching.release()
 
     def add_meeting(self, occasion: str) -> None:
         """Records a meeting; the checksum ignores its occasion, which meetings compare."""
-        self._num_meetings += 1
         self._add(_MEETING, occasion)
 
     def add_write(self, name: str, value: int) -> None:
@@ -175,12 +158,18 @@ class Ledger:
         found, checksum, launch, meeting = self._calls[number & _SIZE - 1]
         if found != number:
             return None
-        return Call(number, checksum, meeting or launch.text, launch.program, bool(meeting))
+        return Call(number, checksum, meeting or launch.text, launch.program)
 
-    def find_launched(self) -> list[tuple[int, Token]]:
-        """Returns (number, token) of the latest launches, in order."""
-        launched = [(number, token) for number, token in [*self._launched] if token is not None]
-        return sorted(launched, key=lambda each: each[0])
+    def find_in_flight(self) -> int | None:
+        """Returns the number of the first launch that has not completed; None: all have.
+
+        One that has not returned counts as the next call.
+        """
+        for number, token in sorted(self._launched, key=lambda each: each[0]):
+            if token is not None and not _is_ready(token):
+                return number
+        blocked = self.find_blocked()
+        return None if blocked is None else blocked.number
 
     def find_blocked(self) -> Call | None:
         """Returns the launch that has not returned, as the call it will become."""
@@ -191,12 +180,17 @@ class Ledger:
         return Call(count + 1, starting.added_to(former), starting.text, starting.program)
 
     def describe(self) -> str:
-        """Returns one line: number of launches, the latest of them, overall checksum."""
-        calls = map(self.find, range(self.count, max(0, self.count - _SIZE), -1))
-        launches = (call.text for call in calls if call is not None and not call.is_meeting)
-        latest = ", ".join([*itertools.islice(launches, _NUM_SHOWN)][::-1]) or "none"
-        number = self.count - self._num_meetings
-        return f"{number} launches, the latest {latest} (checksum {self.checksum:08x})"
+        """Returns one line: number of calls, the latest of them, overall checksum."""
+        numbers = range(max(1, self.count - _NUM_SHOWN + 1), self.count + 1)
+        latest = ", ".join(call.text for call in map(self.find, numbers) if call) or "none"
+        return f"{self.count} calls, the latest {latest} (checksum {self.checksum:08x})"
+
+
+def _is_ready(token: Token) -> bool:
+    try:
+        return token.is_ready()
+    except RuntimeError:  # deleted along with its backend
+        return True
 
 
 #: The ledger of this process.
@@ -327,8 +321,6 @@ CAUSE = f"{_PLACE}/0/cause"
 _NUM_TOLD = 8
 _MAX_TEXT = 80
 
-THE_END = "the end of the program"
-
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
@@ -339,7 +331,6 @@ class Mark:
       calls: the latest of them, in order.
       at: what its threads are doing.
       is_busy: whether it is doing slow work of its own.
-      is_at_end: whether it has reached the end of the program, so there are no more calls.
       num_phases: how many phases it has begun, so that short ones show as well.
     """
 
@@ -347,7 +338,6 @@ class Mark:
     calls: tuple[Call, ...]
     at: str = ""
     is_busy: bool = False
-    is_at_end: bool = False
     num_phases: int = 0
 
     def describe(self) -> str:
@@ -358,8 +348,7 @@ class Mark:
 def mark_of(
     ledger: Ledger,
     phases: Sequence[Phase],
-    blocked: Call | None,
-    at_end: bool,
+    blocked: Call | None = None,
     handled: BaseException | None = None,
 ) -> Mark:
     """Returns the mark of this process.
@@ -375,10 +364,8 @@ def mark_of(
     doing = [p.what for p in phases]
     if handled is not None:
         doing.append(f"handling {_describe(handled)}")
-    at = THE_END if at_end else ", ".join(doing)
-    is_busy = any(p.is_work for p in phases)
-    at = as_plain(at, _MAX_TEXT)
-    return Mark(count, tuple(calls), at, is_busy, at_end, num_phases())
+    at, is_busy = as_plain(", ".join(doing), _MAX_TEXT), any(p.is_work for p in phases)
+    return Mark(count, tuple(calls), at, is_busy, num_phases())
 
 
 def _describe(error: BaseException) -> str:
@@ -398,9 +385,7 @@ def parse_mark(line: str) -> Mark | None:
     """Returns the mark in a line, or None if it is malformed."""
     try:
         told = parse_line(line)
-        calls = tuple(
-            Call(int(n), int(c), str(t), int(p), bool(m)) for n, c, t, p, m in told.pop("calls")
-        )
+        calls = tuple(Call(int(n), int(c), str(t), int(p)) for n, c, t, p in told.pop("calls"))
         return Mark(calls=calls, **told)
     except (KeyError, TypeError, ValueError):
         return None
@@ -441,10 +426,6 @@ def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] |
             is_first = i > 0 or theirs.number == 1
             where = f"call {theirs.number}" + ("" if is_first else ", or one before")
             return f"{where}: {_tell_apart(ours, theirs)}", f"{where}: {_tell_apart(theirs, ours)}"
-    if other.is_at_end and own.count > other.count:
-        more = mine.get(other.count + 1) or ledger.find(other.count + 1)
-        if more is not None and not more.is_meeting:  # meetings have their own timeout
-            return f"call {more.number}: {more.text}", f"{THE_END} after {other.count} calls"
     return None
 
 

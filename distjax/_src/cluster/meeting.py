@@ -37,7 +37,7 @@ from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
 _CALL_SECONDS = 1.0
-#: How often, while it waits, a process looks at what those do who are missing.
+#: How often, at least, a process looks at what those do for whom it waits.
 _NUM_LOOKS = 4
 #: How much of another library's error text the others are told.
 _MAX_FAILURE = 300
@@ -152,59 +152,44 @@ def require_no_failure(joined: Job, failures: Sequence[Sequence[str] | None]) ->
 def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
     """Publishes a text at a place; returns each process's text there, by process id.
 
-    The wait is for one that is at no slow work, such as compiling, and starts again when that ends;
-    in all, it is at most `phase_timeout` longer. Then it is JAX's JaxRuntimeError.
+    Process 0 waits for each of the others, and forwards what all have said. The wait is for one
+    that is at no slow work, such as compiling, and starts again when that ends; in all, it is at
+    most `phase_timeout` longer. Then it is JAX's JaxRuntimeError.
     """
-    joined.client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
-    return json.loads(_hear_all(joined, place, seconds))
+    client = joined.client
+    client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
+    if joined.process_id != 0:
+        (heard,) = _await(joined, place, ["said"], seconds)
+        return json.loads(heard)
+    others = [f"came/{i}" for i in range(1, joined.num_processes)]
+    all_said = [said, *_await(joined, place, others, seconds)]
+    client.key_value_set(f"{place}/said", json.dumps(all_said))
+    return all_said
 
 
-def _hear_all(joined: Job, place: str, seconds: float) -> str:
-    """Returns all texts, as forwarded by process 0 once the last one has arrived."""
+def _await(joined: Job, place: str, keys: Sequence[str], seconds: float) -> list[str]:
+    """Returns what stands at keys below a place, once it all does."""
     bound = time.monotonic() + seconds + joined.timeouts.phase_timeout
-    remaining, seen = seconds, dict[int, Mark]()  # of those who are missing
-    part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
-    while True:
-        began, key = time.monotonic(), f"{place}/said"
-        if joined.process_id == 0:
-            came = who_came(joined, place)
-            missing = [i for i in range(joined.num_processes) if i not in came]
-            if not missing:
-                said = json.dumps([came[i] for i in range(joined.num_processes)])
-                joined.client.key_value_set(key, said)
-                return said
-            key = f"{place}/came/{missing[0]}"
+    remaining, former, heard = seconds, dict[int, Mark](), list[str]()
+    while len(heard) < len(keys):
+        began, part = time.monotonic(), min(_CALL_SECONDS, remaining, seconds / _NUM_LOOKS)
+        key, milliseconds = f"{place}/{keys[len(heard)]}", max(1, math.ceil(part * 1000))
         try:
-            heard = _wait_for(joined, key, part)
-            if joined.process_id != 0:
-                return heard
-            part = max(part - (time.monotonic() - began), 0.001)
+            heard.append(joined.client.blocking_key_value_get(key, milliseconds))
             remaining -= time.monotonic() - began
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > bound:
                 raise
-            remaining -= part
-            came, former = who_came(joined, place), seen
-            seen = {i: mark for i, mark in hear(joined).items() if i not in came}
+            came, remaining = who_came(joined, place), remaining - part
+            marks = {i: mark for i, mark in hear(joined).items() if i not in came}
             # One is at work, or has been since the last look; or all have just arrived.
-            is_busy = any(m.is_busy or former.get(i, m) != m for i, m in seen.items())
+            is_busy = any(m.is_busy or former.get(i, m) != m for i, m in marks.items())
             if is_busy or len(came) == joined.num_processes:
                 remaining = seconds
             elif remaining <= 1e-6:
                 raise
-            part = min(remaining, seconds / _NUM_LOOKS)
-
-
-def _wait_for(joined: Job, key: str, seconds: float) -> str:
-    """Returns the value of a key, once it is there."""
-    while True:
-        part = min(seconds, _CALL_SECONDS)
-        seconds -= part
-        try:
-            return joined.client.blocking_key_value_get(key, max(1, math.ceil(part * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if seconds <= 0 or "DEADLINE_EXCEEDED" not in str(error):
-                raise
+            former = marks
+    return heard
 
 
 def who_came(joined: Job, place: str) -> dict[int, str]:
@@ -257,7 +242,8 @@ def _absence(
             why="every process makes the same calls in the same order, and they compare them first",
             fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
             "is made by one of them alone. If they are only slow: with dj.phase('a picture'): "
-            "around what takes long, or dj.initialize(..., meeting_timeout=600)",
+            "around what takes long, or dj.initialize(..., meeting_timeout=600), for the end of the "
+            "program shutdown_timeout=600",
         )
     )
 

@@ -32,6 +32,7 @@ from distjax._src.cluster.meeting import (
     exchange,
 )
 from distjax._src.hooks import Watcher
+from distjax._src.interrupts import interrupts
 from distjax._src.placement.per_replica import is_per_replica
 from distjax._src.placement.topology import Topology
 from distjax._src.program.discovery import completion_of, signature_of
@@ -70,13 +71,14 @@ class _Recorder:
         if not jax_compat.tracing():
             given = args, kwargs
             launch = Launch(build.name, self._agreed.get(signature_of(given), 0), checksum(given))
-            self._launch = ledger.begin_launch(launch)
+            ledger.begin_launch(launch)
+            self._launch = launch
 
     def end(self, returned: tuple[Any, ...] | None) -> None:
         """Records that it runs, and what is ready when it completes."""
         launch, self._launch = self._launch, None
         if launch is not None:
-            _end(launch, None if returned is None else completion_of(returned))
+            ledger.end_launch(launch, None if returned is None else completion_of(returned))
 
 
 def watch_launches(build: Build) -> Watcher:
@@ -87,13 +89,6 @@ def watch_launches(build: Build) -> Watcher:
         return Watcher(begin=lambda build, *_: lone_programs.record(build.name, ledger.count))
     recorder = _Recorder()
     return Watcher(recorder.compiled, recorder.begin, recorder.end)
-
-
-def _end(launch: Launch, completion: Token | None) -> None:
-    if completion is None:
-        ledger.abandon_launch(launch)
-    else:
-        ledger.end_launch(launch, completion)
 
 
 def _spans_processes(sharding: Sharding | None) -> bool:
@@ -205,8 +200,15 @@ def begin_operation(
     what = f"{fn.__name__}({shown}) of {shapes} in {describe_structure(treedef)}"
     known_by = [ComparedFact("an operation over the replicas", what)]
     agree(name, [ComparedFact(name, what)], known_by=known_by)
-    launch = ledger.begin_launch(Launch(name, crc32(what.encode())))
-    return functools.partial(_end, launch)
+    launch, waits = Launch(name, crc32(what.encode())), interrupts.hold()
+    ledger.begin_launch(launch)
+
+    def end(token: Token | None) -> None:
+        ledger.end_launch(launch, token)
+        if waits:
+            interrupts.let_go()  # Ctrl-C raises here
+
+    return end
 
 
 def record_write(name: str, value: PyTree) -> None:

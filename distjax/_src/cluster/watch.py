@@ -31,7 +31,6 @@ from distjax._src.cluster.ledger import (
     Call,
     Ledger,
     Mark,
-    Token,
     as_text,
     find_difference,
     hear,
@@ -67,6 +66,13 @@ _UNWIND_SECONDS = 1.5
 _NUM_NAMED = 8
 
 
+class _Awaited(NamedTuple):
+    """The number of the first launch in flight, and since when it is that."""
+
+    number: int
+    since: float
+
+
 class Watch:
     """The watch of this process; `exit_status` gives its own code, or 0 for that of the others."""
 
@@ -75,21 +81,15 @@ class Watch:
         self._period = min(max(_PERIOD, joined.num_processes / _MARKS_PER_SECOND), _LONGEST_PERIOD)
         self._thread = threading.Thread(target=self._run, name="distjax-watch", daemon=True)
         self._stopped = threading.Event()
-        self._is_at_end = self._has_spoken = False
+        self._has_spoken = False
         self._exit_status, self._told = exit_status, ""
         self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
-        self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
+        self._awaited: _Awaited | None = None
         self._excused = 0.0  # when a process that others wait for was last seen at work
-        #: The launch in flight when it was first seen that a callback has raised, and that time.
-        self._suspect: tuple[int, float] | None = None
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
-
-    def come_to_the_end(self) -> None:
-        """Records that this process makes no more calls."""
-        self._is_at_end = True
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -105,7 +105,7 @@ class Watch:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase_timeout]
-        own = mark_of(self._calls, at, blocked, self._is_at_end, error_in_hand())
+        own = mark_of(self._calls, at, blocked, error_in_hand())
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -116,8 +116,9 @@ class Watch:
             difference = find_difference(own, self._calls, other)
             if difference is not None:
                 self._end(DIFFERENT, self._difference_text(process, *difference))
-        self._end_if_callback_failed(now, own, blocked)
-        self._end_if_stuck(now, own, blocked)
+        self._find_awaited(now)
+        self._end_if_callback_failed(now)
+        self._end_if_stuck(now, own)
         self._end_if_phase_overdue(now)
 
     # -- programs that do not complete ----------------------------------------
@@ -132,60 +133,48 @@ class Watch:
         is_blocked = now - since >= _BLOCKED_SECONDS and looks >= _BLOCKED_LOOKS
         return self._calls.find_blocked() if is_blocked else None
 
-    def _find_awaited(self, now: float, blocked: Call | None) -> tuple[int, float] | None:
-        """Returns (number, waiting since) of a launch that has not completed.
+    def _find_awaited(self, now: float) -> None:
+        """Finds the launch that has not completed.
 
         It is the first one in flight: a device runs them one after another, and the deadline of
         each starts when the previous one completes.
         """
-        if self._awaited is None or _is_ready(self._awaited[1]):
-            running = [(n, t) for n, t in self._calls.find_launched() if not _is_ready(t)]
-            self._awaited = (*running[0], now) if running else None
-        if self._awaited is not None:
-            return self._awaited[0], self._awaited[2]
-        return (blocked.number, self._starting[1]) if blocked is not None else None
+        number, known = self._calls.find_in_flight(), self._awaited
+        if number is None:
+            self._awaited = None
+        elif known is None or known.number != number:
+            self._awaited = _Awaited(number, now)
 
-    def _end_if_stuck(self, now: float, own: Mark, blocked: Call | None) -> None:
+    def _end_if_stuck(self, now: float, own: Mark) -> None:
         """Ends the job if a launch takes too long, unless a process it needs is at work."""
-        awaited, deadline = self._find_awaited(now, blocked), self._job.timeouts.step_deadline
-        if awaited is None or now - awaited[1] <= deadline:
+        awaited, deadline = self._awaited, self._job.timeouts.step_deadline
+        if awaited is None or now - awaited.since <= deadline:
             return
-        number, since = awaited
         marks = {**hear(self._job), self._job.process_id: own}
-        behind = {i: mark for i, mark in marks.items() if mark.count < number}
-        longest = (
-            deadline + self._job.timeouts.phase_timeout
-        )  # one that C code holds up says nothing more
-        if any(mark.is_busy for mark in behind.values()) and now - since <= longest:
+        is_excused = any(m.is_busy for m in marks.values() if m.count < awaited.number)
+        # One that C code holds up says nothing more.
+        longest = deadline + self._job.timeouts.phase_timeout
+        if is_excused and now - awaited.since <= longest:
             self._excused = now
-        elif now - max(since, self._excused) > deadline:
-            self._end(STUCK, self._stuck_text(number, marks))
+        elif now - max(awaited.since, self._excused) > deadline:
+            self._end(STUCK, self._stuck_text(awaited.number, marks))
 
-    def _end_if_callback_failed(self, now: float, own: Mark, blocked: Call | None) -> None:
-        """Ends the job if a callback has raised, and the launch in flight then does not end.
+    def _end_if_callback_failed(self, now: float) -> None:
+        """Ends the job if a callback has raised, and the launch then in flight does not end.
 
         One that ends raises the error where its results are read.
         """
-        failed, awaited = failed_callback(), self._find_awaited(now, blocked)
+        failed, awaited = failed_callback(), self._awaited
         if failed is None or any(not phase.has_bound for phase in phases()):
             return  # it may be of a lone program
-        if self._suspect is None:
-            # The program may not have been recorded yet: it runs before its launch returns.
-            if awaited is not None:
-                self._suspect = awaited[0], now
-            elif self._calls.starting is None and now - failed.at > _FAILED_SECONDS:
-                forget_failed()
-            return
-        number, since = self._suspect
-        if awaited is None or awaited[0] != number:  # it has ended
-            self._suspect = None
+        if awaited is None or awaited.number > failed.number:
             forget_failed()
-        elif now - since > _FAILED_SECONDS:
+        elif now - max(failed.at, awaited.since) > _FAILED_SECONDS:
             marks = hear(self._job).values()
-            if all(mark.count >= number for mark in marks):  # else it waits for those
+            if all(mark.count >= awaited.number for mark in marks):  # else it waits for those
                 print_error("".join(traceback.format_exception(failed.error)))
                 text = error_text(failed.error)
-                self._end(UNCAUGHT, self._callback_text(number, text), text)
+                self._end(UNCAUGHT, self._callback_text(awaited.number, text), text)
 
     def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase_timeout
@@ -254,8 +243,8 @@ class Watch:
 
     def _stuck_text(self, number: int, marks: dict[int, Mark]) -> str:
         call = self._calls.find(number) or self._calls.find_blocked()
-        own = self._job.name_process(self._job.process_id)
-        behind = [i for i in sorted(marks) if marks[i].count < number]
+        own_id, own = self._job.process_id, self._job.name_process(self._job.process_id)
+        behind = [i for i in sorted(marks) if i != own_id and marks[i].count < number]
         where = [f"{self._job.name_process(i)}: {marks[i].describe()}" for i in behind]
         got = "; ".join(where[:_NUM_NAMED]) or "no process that is behind"
         return message(
@@ -282,13 +271,6 @@ class Watch:
 def _is_at_slow_work() -> bool:
     """Returns whether a thread is at slow work, other than programs run alone."""
     return any(phase.is_work and phase.has_bound for phase in phases())
-
-
-def _is_ready(token: Token) -> bool:
-    try:
-        return token.is_ready()
-    except RuntimeError:  # deleted along with its backend
-        return True
 
 
 # -- what the main thread is raising ---------------------------------------------
@@ -325,9 +307,16 @@ _CALLBACKS = (jax.pure_callback, io_callback, jax.debug.callback)
 
 
 class FailedCallback(NamedTuple):
-    """An exception in a callback, and when it was logged, by `time.monotonic`."""
+    """An exception in a callback.
+
+    Attributes:
+      error: the exception.
+      number: of the latest launch at that time.
+      at: when it was logged, by `time.monotonic`.
+    """
 
     error: BaseException
+    number: int
     at: float
 
 
@@ -342,7 +331,7 @@ def watch_callbacks() -> None:
 
 
 def failed_callback() -> FailedCallback | None:
-    """Returns the first exception in a callback since `forget_failed`."""
+    """Returns the first exception since `forget_failed` beside a launch in flight."""
     return _failed[0] if _failed else None
 
 
@@ -353,8 +342,9 @@ def forget_failed() -> None:
 
 def _record(record: logging.LogRecord) -> bool:
     error = sys.exc_info()[1]
-    if error is not None and record.exc_info and not _failed:
-        _failed.append(FailedCallback(error, time.monotonic()))
+    if error is not None and record.exc_info and not _failed and ledger.find_in_flight():
+        number = (ledger.starting is not None) + ledger.count  # it may run before that returns
+        _failed.append(FailedCallback(error, number, time.monotonic()))
     return True
 
 

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import distjax as dj
-from distjax.errors import CheckpointError
 
 
 class Training:
@@ -55,51 +53,13 @@ def test_more_steps_than_when_saved(checkpointer):
     assert resumed.values_after([2, 3, 6]) == [0, 0, -3]
 
 
-def strategies():
-    yield "mirrored2", lambda: dj.MirroredStrategy(jax.devices()[:2])
-    yield (
-        "gradients2",
-        lambda: dj.ShardedStrategy(jax.devices()[:2], partition="gradients", min_split_bytes=0),
-    )
-    yield "servers", lambda: dj.ParameterServerStrategy(1)
-
-
-STRATEGIES = dict(strategies())
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize(("op", "other"), [("sum", "mean"), ("mean", "sum")])
-def test_another_reduction_in_the_middle_of_an_update(checkpointer, name, op, other):
-    saved = Training(2, op, STRATEGIES[name]())
-    saved.values_after([1])
-    checkpointer.save(1, saved.tree())
-    saved.values_after([1])
-    checkpointer.save(2, saved.tree())
-
-    resumed = Training(2, other)
-    resumed.w.assign(np.full(2, 5, np.float32))
-    with pytest.raises(CheckpointError) as error:
-        checkpointer.restore(resumed.tree(), 1)
-    assert str(error.value) == (
-        f"'o/accumulators/0' of the checkpoint of step 1 in {checkpointer.directory!r} needs an "
-        f"object with reduce_op='{op}', as when it was saved.\n"
-        f"  Got: one with reduce_op='{other}'.\n"
-        "  Why: its value depends on that: a sum that is half done does not become a mean, nor a "
-        "mean a sum. Nothing has been changed.\n"
-        f"  Fix: construct it with reduce_op='{op}'; or restore a step whose value is 0 there: one "
-        "saved right after an update"
-    )
-    assert resumed.w.value.tolist() == [5, 5]
-    checkpointer.restore(resumed.tree(), 2)
-    np.testing.assert_array_equal(resumed.w.value, saved.w.value)
-
-
-def test_a_renamed_optimizer_is_checked_too(checkpointer):
+def test_another_reduction_after_an_update(checkpointer):
     saved = Training(2, "sum")
-    saved.values_after([1])
-    checkpointer.save(1, {"old": saved.optimizer})
-    with pytest.raises(CheckpointError, match=r"^'new/accumulators/0' of .* reduce_op='sum'"):
-        checkpointer.restore({"new": Training(2).optimizer}, rename={"old": "new"})
+    saved.values_after([1, 1])
+    checkpointer.save(1, saved.tree())
+    resumed = Training(2, "mean")
+    checkpointer.restore(resumed.tree())
+    np.testing.assert_array_equal(resumed.w.value, saved.w.value)
 
 
 def test_what_an_earlier_version_saved(checkpointer):

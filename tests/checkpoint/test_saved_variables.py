@@ -127,6 +127,14 @@ def test_a_variable_and_an_array_have_the_same_key(checkpointer, pair):
     np.testing.assert_array_equal(v.value, [7.0, 8.0, 9.0])
 
 
+def test_a_variable_at_two_keys_takes_the_last_value(checkpointer, pair):
+    with pair.scope():
+        v = dj.Variable(jnp.zeros(2))
+    checkpointer.save(1, {"emb": np.float32([1, 1]), "head": np.float32([1, 2])})
+    checkpointer.restore({"emb": v, "head": v})
+    assert v.value.tolist() == [1, 2]
+
+
 def test_lower_precision_is_converted_as_assign_does(checkpointer, pair):
     checkpointer.save(1, {"v": jnp.array([1.0, 2.5])})
     with pair.scope():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from distjax._src.cluster import watch
-from distjax._src.cluster.ledger import Launch, Ledger, Phase, mark_of
+from distjax._src.cluster.ledger import Launch, Ledger, mark_of
 from distjax._src.cluster.watch import error_in_hand
 from tests.cluster.test_watch import Ended, Token, launch, look_all, make_processes
 
@@ -144,16 +144,6 @@ def test_a_launch_that_waits_for_another_process_is_not_blamed_on_it(failed):
     processes = make_processes(2)
     launch(processes[0][0], TRAIN, token=Token())
     for seconds in (0.2, 2.1, 2.4, 100.0):
-        look_all(processes, failed.at + seconds)
-
-
-def test_nor_one_beside_programs_of_this_process_alone(failed, monkeypatch):
-    lone = Phase("running evaluate alone", 1e9, True, has_bound=False)
-    monkeypatch.setattr(watch, "phases", lambda: (lone,))
-    processes = make_processes(2)
-    for ledger, _ in processes:
-        launch(ledger, TRAIN, token=Token())
-    for seconds in (0.2, 2.4):
         look_all(processes, failed.at + seconds)
 
 

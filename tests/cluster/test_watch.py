@@ -9,7 +9,6 @@ import types
 import jax
 import pytest
 
-from distjax._src.cluster import ledger as ledger_module
 from distjax._src.cluster import watch
 from distjax._src.cluster.ledger import (
     Launch,
@@ -328,35 +327,6 @@ def test_a_phase_has_a_bound(monkeypatch, ends):
     code, text = end.value.args
     assert code == 76 and ends == [True]
     assert text.startswith("compiling train needs to be done within phase_timeout (3600 s).\n")
-
-
-def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
-    """As long as one comes after the other; the others wait for it for `phase_timeout`."""
-    lone, now = ledger_module._LonePrograms(), [0.0]
-    monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watch, "phases", lambda: (*lone.phases(),))
-    evaluating, waiting_one = make_processes(2)
-
-    def heard(seconds):
-        """Whether the other one sees it at work, after so many seconds."""
-        now[0] += seconds
-        look_all([evaluating, waiting_one], now[0])
-        return hear(waiting_one[1]._job)[0].is_busy
-
-    assert not heard(0.0)
-    for _ in range(400):
-        lone.record("evaluate", 5)
-        assert heard(9.0)
-    assert hear(waiting_one[1]._job)[0].at == "running evaluate alone"
-    assert not heard(2.0)  # a pause
-    lone.record("evaluate", 5)
-    assert heard(9.0)
-    for _ in range(401):
-        lone.record("evaluate", 5)
-        is_at_work = heard(9.0)
-    assert not is_at_work  # a training of its own goes on, and nothing ends
-    lone.record("evaluate", 6)  # after a program of all
-    assert heard(9.0)
 
 
 def test_a_phase_is_named_by_a_text():

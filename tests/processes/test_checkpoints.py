@@ -551,23 +551,6 @@ def test_processes_compare_what_they_save_and_restore(group, tmp_path):
     assert "Got: '4' on process 1; '3' on process 0." in said[0]
 
 
-def restore_two_values_for_one_variable(directory, name):
-    strategy = STRATEGIES[name]()
-    state, other = make_state(strategy), make_state(strategy, start=1.0)
-    with dj.checkpoint.Checkpointer(directory) as checkpointer:
-        checkpointer.save(1, [state["w"], state["w"], other["w"]])
-        checkpointer.restore([other["w"], other["w"]], partial=True)
-        with pytest.raises(dj.errors.CheckpointError) as caught:
-            checkpointer.restore([other["w"], other["w"], other["w"]])
-        return str(caught.value).split(" of ")[0], values(other, strategy)[0]
-
-
-@pytest.mark.parametrize("name", ["multi_worker", "zero3"])
-def test_two_values_for_one_variable_are_refused_on_every_process(group, tmp_path, name):
-    said = group.call(restore_two_values_for_one_variable, str(tmp_path), name)
-    assert said == [("'0' and '2'", list(range(8)))] * 2
-
-
 # -- closed on one process ----------------------------------------------------------
 
 AFTER_CLOSE = {

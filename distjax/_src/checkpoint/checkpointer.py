@@ -184,9 +184,8 @@ class Checkpointer:
 
         Raises:
           CheckpointError: no such step; keys that are missing, extra or of another
-            shape (all are listed), values out of the range of a place's dtype, half of an
-            update of another `reduce_op`, or two values for one variable: nothing is changed;
-            damaged files; or the save in progress failed.
+            shape (all are listed), or values out of the range of a place's dtype: nothing
+            is changed; damaged files; or the save in progress failed.
           AgreementError: in a job, processes restore different steps, keys or shapes.
           AggregationError, ContextError: as for `save`.
           TypeError: `rename` does not map text to text.

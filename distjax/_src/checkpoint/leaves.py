@@ -36,15 +36,10 @@ def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(abc.ABC):
-    """One leaf of a tree, under its key: the path to it, joined by "/".
-
-    Its value may depend on the `setting`, as code, of the object that keeps it; an empty text for
-    none.
-    """
+    """One leaf of a tree, under its key: the path to it, joined by "/"."""
 
     key: str
     value: Any
-    setting: str = ""
     _lives: ClassVar[str]
 
     @property
@@ -102,11 +97,10 @@ class Leaf(abc.ABC):
         """Returns the leaf's value after a restore, from a converted one: changed, or a new one."""
 
 
-def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
+def make_leaf(key: str, value: PyTree) -> Leaf:
     """Returns the leaf for `value`; raises a CheckpointError for one of no known kind."""
-    if isinstance(value, Variable):
-        return VariableLeaf(key, value, setting)
     kinds = {
+        VariableLeaf: isinstance(value, Variable),
         PerReplicaLeaf: is_per_replica(value),
         NumberLeaf: type(value) in NUMBER_TYPES.values(),
         StateLeaf: keeps_own_state(value),

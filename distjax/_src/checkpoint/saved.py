@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import distjax
 from distjax._src.checkpoint.leaves import (
@@ -31,8 +30,6 @@ from distjax._src.context import frames
 from distjax._src.data.iterator import DistributedIterator
 from distjax._src.interrupts import interrupts
 from distjax._src.typing import PyTree
-from distjax._src.variables.conversion import Array
-from distjax._src.variables.variable import Variable
 from distjax.errors import CheckpointError, describe_error, require
 
 #: Marks states stored by process in a checkpoint's JSON; no tag of `json_values` has this name.
@@ -102,10 +99,9 @@ def describe(
 
 
 def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
-    setting = {"setting": leaf.setting} if leaf.setting else {}
     is_padded = leaf.stored_shape != leaf.spec.stored_shape
     padded = {"padded": list(leaf.stored_shape)} if is_padded else {}
-    return {**leaf.spec.to_json(), "lives": leaf.lives, **setting, **padded}
+    return {**leaf.spec.to_json(), "lives": leaf.lives, **padded}
 
 
 class Saved:
@@ -119,7 +115,6 @@ class Saved:
         _require_readable(self._description, self._where)
         keys = self._description["keys"].items()
         self._specs = {key: Spec.from_json(entry) for key, entry in keys}
-        self._settings = {key: entry["setting"] for key, entry in keys if "setting" in entry}
         self._padded = {key: tuple(entry["padded"]) for key, entry in keys if "padded" in entry}
         self.names = rename_keys(self._specs, rename, self._where)
 
@@ -138,9 +133,6 @@ class Saved:
             key: self._convert(wanted.leaves[key], saved)
             for key, saved in self._values(wanted, names).items()
         }
-        settings = {k: self._settings[old] for k, old in names.items() if old in self._settings}
-        _require_settings(wanted.leaves, values, settings, self._where)
-        _require_one_value_each(wanted.leaves, values, self._where)
         with interrupts.held():
             return self._put(wanted, values)
 
@@ -265,50 +257,3 @@ def _require_readable(description: Mapping[str, Any], where: str) -> None:
         fix=f"restore it with distjax {description['distjax']} or later",
         error=CheckpointError,
     )
-
-
-def _require_settings(
-    leaves: Mapping[str, Leaf], values: PyTree, saved: Mapping[str, str], where: str
-) -> None:
-    """Raises if a value was saved by an object of another setting, and is not 0.
-
-    Earlier versions saved no settings.
-    """
-    for key, setting in saved.items():
-        own = leaves[key].setting
-        if own in ("", setting) or not jnp.any(values[key] != 0):
-            continue
-        raise CheckpointError(
-            f"{key!r} of {where} needs an object with {setting}, as when it was saved",
-            got=f"one with {own}",
-            why="its value depends on that: a sum that is half done does not become a mean, "
-            "nor a mean a sum. Nothing has been changed",
-            fix=f"construct it with {setting}; or restore a step whose value is 0 there: one "
-            "saved right after an update",
-        )
-
-
-def _require_one_value_each(leaves: Mapping[str, Leaf], values: PyTree, where: str) -> None:
-    """Raises if one variable is at several keys, whose saved values differ."""
-    first: dict[Variable, str] = {}
-    for key in values:
-        leaf = leaves[key]
-        if not isinstance(leaf, VariableLeaf):
-            continue
-        other = first.setdefault(leaf.value, key)
-        if other == key or _are_equal(values[other], values[key]):
-            continue
-        raise CheckpointError(
-            f"{other!r} and {key!r} of {where} need one value, for variable {leaf.value.name!r}",
-            got="two values that differ",
-            why="the tree has one variable at both keys: one of the values would be lost. "
-            "Nothing has been changed",
-            fix="a variable for each key; or leave one of them out: "
-            f"restore(tree without {key!r}, partial=True)",
-        )
-
-
-def _are_equal(a: Array, b: Array) -> bool:
-    """Returns whether two arrays of one shape and dtype are equal; NaNs are."""
-    are_nan = (a != a) & (b != b)
-    return bool(((a == b) | are_nan).all())

@@ -73,33 +73,26 @@ def as_tree(value: PyTree, method: str) -> Tree:
     return Tree({leaf.key: leaf for leaf in leaves}, rebuilt)
 
 
-def _visit(prefix: str, value: PyTree, leaves: list[Leaf], setting: str = "") -> _Rebuild:
+def _visit(prefix: str, value: PyTree, leaves: list[Leaf]) -> _Rebuild:
     """Appends the leaves of `value`, at the key `prefix`; returns what rebuilds it by key."""
     is_leaf = lambda x: _is_node(x) or (is_module(x) and x is not value)
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     parts = [
-        _visit_node(_join_path(prefix, path), node, leaves, setting, in_module=is_module(value))
+        _visit_node(_join_path(prefix, path), node, leaves, in_module=is_module(value))
         for path, node in paths
     ]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
 
 
-def _visit_node(
-    key: str, node: PyTree, leaves: list[Leaf], setting: str, *, in_module: bool
-) -> _Rebuild:
+def _visit_node(key: str, node: PyTree, leaves: list[Leaf], *, in_module: bool) -> _Rebuild:
     if is_module(node):
-        return _visit(key, node, leaves, setting)
+        return _visit(key, node, leaves)
     if _is_nnx(node):
         return _visit_nnx(key, node, leaves)
     inside = _inside_of(node)
     if inside is not None:
         parts = [
-            _visit(
-                "/".join(part for part in (key, name) if part),
-                child,
-                leaves,
-                _setting_of(node, name) or setting,
-            )
+            _visit("/".join(part for part in (key, name) if part), child, leaves)
             for name, child in inside
         ]
         # Its contents are restored in place.
@@ -107,7 +100,7 @@ def _visit_node(
     # As in the arguments of `run`: what is not an array in an Equinox module is part of its code.
     if in_module and not (is_array_or_struct(node) or _is_node(node)):
         return lambda values: node
-    leaf = make_leaf(key or _ROOT_KEY, node, setting)
+    leaf = make_leaf(key or _ROOT_KEY, node)
     leaves.append(leaf)
     return lambda values: values[leaf.key]
 
@@ -183,16 +176,6 @@ def _inside_of(value: PyTree) -> list[tuple[str, Any]] | None:
     if _is_node(value):
         return None
     return list(_find_objects("", value, set())) or None
-
-
-def _setting_of(value: object, name: str) -> str:
-    """Returns the setting, as code, that the values at `name` inside of `value` depend on.
-
-    An object with `kept_variables()` may have a method `kept_settings()` too: texts by the first
-    part of the path. "" stands for none.
-    """
-    method = getattr(type(value), "kept_settings", None)
-    return "" if method is None else method(value).get(name.partition("/")[0], "")
 
 
 def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[str, Any]]:

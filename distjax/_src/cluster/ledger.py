@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 from distjax._src.cluster.job import Job, as_line, as_plain, parse_line
@@ -208,17 +207,12 @@ class Phase(NamedTuple):
       since: when it began, by `time.monotonic`.
       is_work: whether the process itself is busy; otherwise it waits for others, which has its own
         timeout.
-      has_bound: whether the job ends if it takes longer than `phase_timeout`.
     """
 
     what: str
     since: float
     is_work: bool
-    has_bound: bool = True
 
-
-#: The longest pause between programs of this process alone, in seconds, e.g. to read data.
-_PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
 _num_phases = 0
@@ -229,8 +223,8 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
 
     In a multi-process job, the others wait for this process at the next meeting or program:
     for `meeting_timeout` or `step_deadline`, and while it is in a phase, for up to
-    `phase_timeout` (see `initialize`). Compiling, waiting for data, checkpoints and programs
-    that this process runs alone are phases automatically.
+    `phase_timeout` (see `initialize`). Compiling, waiting for data and checkpoints are
+    phases automatically; an evaluation by one process alone is not.
 
     Args:
       what: what the process is doing, for the others' errors.
@@ -275,36 +269,9 @@ def _phase(what: str, is_work: bool) -> Generator[None]:
             _by_thread[thread] = outer
 
 
-class _LonePrograms:
-    """Programs that this process launches alone, such as evaluation on its devices.
-
-    Each takes only a moment, so they count as one phase for as long as they follow one another
-    without a program of all processes in between. It has no limit of its own, as this process may
-    train alone; but the others wait for it no longer than for any other phase.
-    """
-
-    def __init__(self) -> None:
-        self._name, self._since, self._latest, self._num_calls = "", 0.0, -math.inf, 0
-
-    def record(self, name: str, num_calls: int) -> None:
-        """Records a launch; `num_calls` is the ledger's current count."""
-        now = time.monotonic()
-        if num_calls != self._num_calls or now - self._latest > _PAUSE:
-            self._since, self._num_calls = now, num_calls
-        self._name, self._latest = name, now
-
-    def phases(self) -> Iterator[Phase]:
-        """Yields the current phase, if any."""
-        if time.monotonic() - self._latest <= _PAUSE:
-            yield Phase(f"running {self._name} alone", self._since, True, has_bound=False)
-
-
-lone_programs = _LonePrograms()
-
-
 def phases() -> tuple[Phase, ...]:
     """Returns what the threads of this process are doing."""
-    return *_by_thread.values(), *lone_programs.phases()
+    return tuple(_by_thread.values())
 
 
 def num_phases() -> int:

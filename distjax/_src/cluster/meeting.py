@@ -242,8 +242,8 @@ def _absence(
             why="every process makes the same calls in the same order, and they compare them first",
             fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
             "is made by one of them alone. If they are only slow: with dj.phase('a picture'): "
-            "around what takes long, or dj.initialize(..., meeting_timeout=600), for the end of the "
-            "program shutdown_timeout=600",
+            "around what takes long, or dj.initialize(..., meeting_timeout=600); for the end of "
+            "the program shutdown_timeout=600",
         )
     )
 

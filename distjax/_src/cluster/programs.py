@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 
 from distjax._src import hooks, jax_compat
 from distjax._src.cluster.job import Job, job, on_joined
-from distjax._src.cluster.ledger import Launch, Token, ledger, lone_programs, phase
+from distjax._src.cluster.ledger import Launch, Token, ledger, phase
 from distjax._src.cluster.meeting import (
     ComparedFact,
     agree,
@@ -81,12 +81,12 @@ class _Recorder:
             ledger.end_launch(launch, None if returned is None else completion_of(returned))
 
 
-def watch_launches(build: Build) -> Watcher:
-    """Lets the ledger know of each launch of a program."""
+def watch_launches(build: Build) -> Watcher | None:
+    """Lets the ledger know of each launch of a program over several processes."""
     meshes = [mesh for mesh in build.meshes if isinstance(mesh, jax.sharding.Mesh)]
     is_shared = any(mesh.is_multi_process for mesh in meshes)
     if not is_shared and not any(_spans_processes(v.sharding) for v in build.variables):
-        return Watcher(begin=lambda build, *_: lone_programs.record(build.name, ledger.count))
+        return None
     recorder = _Recorder()
     return Watcher(recorder.compiled, recorder.begin, recorder.end)
 

@@ -126,7 +126,8 @@ class Watch:
     def _find_blocked(self, now: float) -> Call | None:
         """Returns a launch that runs in its launching thread, as on one CPU device."""
         starting, (former, since, looks) = self._calls.starting, self._starting
-        if starting is None or starting is not former or _is_at_slow_work():
+        is_at_work = any(phase.is_work for phase in phases())
+        if starting is None or starting is not former or is_at_work:
             self._starting = starting, now, 1
             return None
         self._starting = starting, since, looks + 1
@@ -165,8 +166,8 @@ class Watch:
         One that ends raises the error where its results are read.
         """
         failed, awaited = failed_callback(), self._awaited
-        if failed is None or any(not phase.has_bound for phase in phases()):
-            return  # it may be of a lone program
+        if failed is None:
+            return
         if awaited is None or awaited.number > failed.number:
             forget_failed()
         elif now - max(failed.at, awaited.since) > _FAILED_SECONDS:
@@ -179,7 +180,7 @@ class Watch:
     def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase_timeout
         for phase in phases():
-            if phase.is_work and phase.has_bound and now - phase.since > bound:
+            if phase.is_work and now - phase.since > bound:
                 own, name = self._job.process_id, self._job.name_process
                 text = message(
                     f"{phase.what} needs to be done within phase_timeout ({bound:g} s)",
@@ -266,11 +267,6 @@ class Watch:
             fix="look at its traceback, which is printed here; what may fail is caught in the "
             "callback: def callback(x): try: ... except Exception: return x",
         )
-
-
-def _is_at_slow_work() -> bool:
-    """Returns whether a thread is at slow work, other than programs run alone."""
-    return any(phase.is_work and phase.has_bound for phase in phases())
 
 
 # -- what the main thread is raising ---------------------------------------------

@@ -301,10 +301,6 @@ class Optimizer:
         state = self._require_state("a checkpoint")
         return {"state": state.tree, "accumulators": self.accumulators}
 
-    def kept_settings(self) -> dict[str, str]:
-        """Returns what a checkpoint's values depend on: half a sum does not fit a mean."""
-        return {"accumulators": f"reduce_op={self._op.name.lower()!r}"}
-
     def init(self, variables: PyTree) -> None:
         """Creates the state of the transformation, as variables.
 

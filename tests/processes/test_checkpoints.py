@@ -346,7 +346,7 @@ def test_arrays_of_one_process_are_no_part_of_a_job(group, tmp_path):
 def open_apart(directory):
     own = pathlib.Path(directory, str(job().process_id))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distjax._src.checkpoint.storage._LOOK_SECONDS", 0.5)
+        patch.setattr("distjax._src.cluster.meeting._LOOK_SECONDS", 0.5)
         with pytest.raises(dj.errors.CheckpointError) as caught:
             dj.checkpoint.Checkpointer(own)
     return str(caught.value).splitlines()[:2], sorted(os.listdir(own)) if own.is_dir() else []
@@ -367,7 +367,7 @@ def test_a_directory_that_is_not_shared_is_refused(group, tmp_path):
 def open_what_one_does_not_see(directory):
     with pytest.MonkeyPatch.context() as patch:
         if job().process_id == 1:
-            patch.setattr("distjax._src.checkpoint.storage._sees", lambda *args: False)
+            patch.setattr("distjax._src.cluster.meeting._sees", lambda *args: False)
         with pytest.raises(dj.errors.CheckpointError) as caught:
             dj.checkpoint.Checkpointer(directory)
     return str(caught.value).splitlines()[1]

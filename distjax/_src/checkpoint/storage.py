@@ -28,11 +28,9 @@ import itertools
 import json
 import math
 import os
-import secrets
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +51,7 @@ from distjax._src.cluster.meeting import (
     hear_all,
     hear_first,
     require_no_failure,
+    who_sees,
 )
 from distjax._src.context import settings_of_this_thread
 from distjax._src.interrupts import interrupts
@@ -73,8 +72,6 @@ _JSON_FILE = "metadata"  # in the latter
 _REMOVED = ".removed"
 #: The suffix of directories that orbax has not completed.
 _UNFINISHED = ".orbax-checkpoint-tmp"
-#: How long a process looks for another's file: network file systems take a moment.
-_LOOK_SECONDS = 5.0
 #: More than orbax writes before the processes have begun to write their parts.
 _ATTEMPT_BYTES = 1 << 14
 _DAY = 86400  # in seconds
@@ -588,51 +585,22 @@ def _require_checkpoint_directory(directory: object) -> None:
 def _require_shared(joined: Job, occasion: str, directory: str) -> None:
     """Creates the directory, and raises on every process unless all see the same one.
 
-    Process 0 leaves a file there until the others have seen it. Where it cannot write, nothing will
-    be saved, and what the others see is not compared.
+    Where process 0 cannot write, nothing will be saved, and what the others see is not compared.
     """
-    token = hear_first(joined, occasion, lambda: _leave_token(directory))
-    if token is None:
+    said = who_sees(joined, occasion, directory)
+    if said is None or all(said):
         return
-    try:
-        said = hear_all(joined, occasion, lambda: [_sees(directory, token), directory])
-    finally:
-        if joined.process_id == 0:
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(directory, token))
-    differ = [i for i, (sees, _) in enumerate(said) if not sees]
-    own, other = said[0][1], said[(differ or [0])[0]][1]
+    paths = hear_all(joined, occasion, lambda: directory)
+    differ = [i for i, sees in enumerate(said) if not sees]
+    own, other = paths[0], paths[differ[0]]
     found = f"looked in {other!r}" if other != own else "found something else"
-    require(
-        not differ,
+    raise CheckpointError(
         "Checkpointer needs a directory that all processes of the job share",
         got=f"{own!r} on process 0, where {', '.join(map(joined.name_process, differ))} {found}",
         why="each process writes its part of a step, and process 0 completes it",
         fix="a path on a shared file system, the same on every process; for what one process "
         "alone keeps: dj.checkpoint.Checkpointer(directory, local=True)",
-        error=CheckpointError,
     )
-
-
-def _leave_token(directory: str) -> str | None:
-    token = f".distjax-{secrets.token_hex(8)}"
-    try:
-        os.makedirs(directory, exist_ok=True)
-        Path(directory, token).touch()
-    except OSError:
-        return None
-    return token
-
-
-def _sees(directory: str, token: str) -> bool:
-    deadline = time.monotonic() + _LOOK_SECONDS
-    while True:
-        with contextlib.suppress(OSError):
-            if token in os.listdir(directory):
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
 
 
 # -- how the processes of a job write ------------------------------------------------

@@ -14,11 +14,14 @@ digests differ.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
+import tempfile
 import threading
 import time
 import zlib
@@ -39,6 +42,8 @@ from distjax.errors import AgreementError, PeerLostError, StuckError, message
 _CALL_SECONDS = 1.0
 #: How often, at least, a process looks at what those do for whom it waits.
 _NUM_LOOKS = 4
+#: How long a process looks for another's file: network file systems take a moment.
+_LOOK_SECONDS = 5.0
 #: How much of another library's error text the others are told.
 _MAX_FAILURE = 300
 
@@ -130,6 +135,42 @@ def hear_first(joined: Job | None, occasion: str, do: Callable[[], Any]) -> Any:
     """
     is_first = joined is None or joined.process_id == 0
     return hear_all(joined, occasion, lambda: do() if is_first else None)[0]
+
+
+def who_sees(joined: Job | None, occasion: str, directory: str) -> list[bool] | None:
+    """Returns whether each process sees a file of process 0 in a directory; None: it has left none.
+
+    The directory is made if it is not there.
+    """
+    path = hear_first(joined, occasion, lambda: _leave_file(directory))
+    if path is None:
+        return None
+    try:
+        return hear_all(joined, occasion, lambda: _sees(directory, os.path.basename(path)))
+    finally:
+        with contextlib.suppress(OSError):
+            if joined is None or joined.process_id == 0:
+                os.remove(path)
+
+
+def _leave_file(directory: str) -> str | None:
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, exist_ok=True)
+        file, path = tempfile.mkstemp(prefix=".distjax-", dir=directory)
+        os.close(file)
+        return path
+    return None
+
+
+def _sees(directory: str, name: str) -> bool:
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if name in os.listdir(directory):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
 
 
 def failure_of(error: BaseException) -> tuple[str, str]:

@@ -54,8 +54,8 @@ from distjax.errors import (
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
 #: How many marks process 0 handles per second.
 _MARKS_PER_SECOND = 128
-#: A launch that has not returned for this long, and for this many looks, is running, not refused.
-_BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
+#: A launch that has not returned for this long is running, not refused.
+_BLOCKED_SECONDS = 2.0
 _STOP_SECONDS = 3.0
 #: How long a launch whose callback has raised may take to end with that error.
 _FAILED_SECONDS = 2.0
@@ -83,7 +83,6 @@ class Watch:
         self._stopped = threading.Event()
         self._has_spoken = False
         self._exit_status, self._told = exit_status, ""
-        self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
         self._awaited: _Awaited | None = None
         self._excused = 0.0  # when a process that others wait for was last seen at work
 
@@ -103,6 +102,7 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Reports this process's progress, checks the others', ends the job if needed."""
+        self._find_awaited(now)
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase_timeout]
         own = mark_of(self._calls, at, blocked, error_in_hand())
@@ -116,23 +116,11 @@ class Watch:
             difference = find_difference(own, self._calls, other)
             if difference is not None:
                 self._end(DIFFERENT, self._difference_text(process, *difference))
-        self._find_awaited(now)
         self._end_if_callback_failed(now)
         self._end_if_stuck(now, own)
         self._end_if_phase_overdue(now)
 
     # -- programs that do not complete ----------------------------------------
-
-    def _find_blocked(self, now: float) -> Call | None:
-        """Returns a launch that runs in its launching thread, as on one CPU device."""
-        starting, (former, since, looks) = self._calls.starting, self._starting
-        is_at_work = any(phase.is_work for phase in phases())
-        if starting is None or starting is not former or is_at_work:
-            self._starting = starting, now, 1
-            return None
-        self._starting = starting, since, looks + 1
-        is_blocked = now - since >= _BLOCKED_SECONDS and looks >= _BLOCKED_LOOKS
-        return self._calls.find_blocked() if is_blocked else None
 
     def _find_awaited(self, now: float) -> None:
         """Finds the launch that has not completed.
@@ -145,6 +133,14 @@ class Watch:
             self._awaited = None
         elif known is None or known.number != number:
             self._awaited = _Awaited(number, now)
+
+    def _find_blocked(self, now: float) -> Call | None:
+        """Returns a launch that runs in its launching thread, as on one CPU device."""
+        blocked, awaited = self._calls.find_blocked(), self._awaited
+        if blocked is None or awaited is None or awaited.number != blocked.number:
+            return None
+        is_at_work = any(phase.is_work for phase in phases())  # it compiles
+        return blocked if now - awaited.since >= _BLOCKED_SECONDS and not is_at_work else None
 
     def _end_if_stuck(self, now: float, own: Mark) -> None:
         """Ends the job if a launch takes too long, unless a process it needs is at work."""

@@ -80,7 +80,7 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
     """Returns what is found in the job of this process; None on all but process 0."""
     import distjax
     from distjax._src.cluster.job import job
-    from distjax._src.cluster.meeting import hear_all, hear_first
+    from distjax._src.cluster.meeting import hear_all, hear_first, who_sees
 
     began = time.monotonic()
     try:
@@ -92,12 +92,10 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
     facts = hear_all(joined, "the facts", lambda: _facts(seconds_to_join))
     wrong = [*_compare(facts)]
     if shared is not None:
-        path = hear_first(joined, "a file for all", lambda: _leave_file(shared))
-        for own, sees in zip(facts, hear_all(joined, "a look", lambda: _sees(path)), strict=True):
+        said = who_sees(joined, "a file for all", shared) or [False] * len(facts)
+        for own in (own for own, sees in zip(facts, said, strict=True) if not sees):
             what = f"{own['who']} does not see process 0's file in {shared}"
-            wrong += [] if sees else [(what, f"mount one file system at {shared} everywhere")]
-        with contextlib.suppress(OSError):
-            os.remove(path)
+            wrong.append((what, f"mount one file system at {shared} everywhere"))
     reduced = _time_all_reduces()
     measure = _loopback_speed if len({own["host"] for own in facts}) == 1 else _card_speed
     link = hear_first(joined, "the speed of the link", measure)
@@ -135,22 +133,6 @@ def _facts(seconds_to_join: float) -> dict[str, Any]:
         "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
         "seconds_to_join": round(seconds_to_join, 3),
     }
-
-
-def _leave_file(shared: str) -> str:
-    with contextlib.suppress(OSError):
-        os.makedirs(shared, exist_ok=True)
-        file, path = tempfile.mkstemp(prefix=".distjax-doctor-", dir=os.path.abspath(shared))
-        os.close(file)
-        return path
-    return ""  # which nobody sees
-
-
-def _sees(path: str) -> bool:
-    deadline = time.monotonic() + 5.0  # network file systems take a moment
-    while path and not os.path.exists(path) and time.monotonic() < deadline:
-        threading.Event().wait(0.05)
-    return os.path.exists(path)
 
 
 def _time_all_reduces() -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ def require_whole(checkpointer, tree):
 def test_a_save_that_is_interrupted_is_whole(checkpointer, monkeypatch):
     tree = {"x": jnp.arange(4)}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ocp.CheckpointManager, "save", then(press, ocp.CheckpointManager.save))
+        patch.setattr(ocp.AsyncCheckpointer, "save", then(press, ocp.AsyncCheckpointer.save))
         checkpointer.save(1, tree)
     require_whole(checkpointer, tree)
 
@@ -45,8 +45,8 @@ def test_a_wait_for_a_save_ends_at_once_and_the_save_goes_on(checkpointer, monke
         assert go_on.wait(60)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        original = ocp.CheckpointManager.wait_until_finished
-        patch.setattr(ocp.CheckpointManager, "wait_until_finished", then(wait, original))
+        original = ocp.AsyncCheckpointer.wait_until_finished
+        patch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", then(wait, original))
         checkpointer.wait()
     go_on.set()
     require_whole(checkpointer, tree)

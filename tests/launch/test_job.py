@@ -191,11 +191,13 @@ print("REACHED", step)
 sys.exit(75)
 """
 
-#: Nobody polls: process 1 dies of SIGTERM.
+#: Nobody polls, though a checkpoint is saved: process 1 dies of SIGTERM.
 UNPOLLED = """
 import signal
 import distjax as dj
 dj.initialize(ADDRESS, P, I, shutdown_timeout=3, heartbeat_timeout=3)
+with dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"]) as checkpointer:
+    checkpointer.save(1, {"x": 1})
 if I == 1:
     os.kill(os.getpid(), signal.SIGTERM)
     signal.pause()
@@ -225,6 +227,7 @@ def test_a_loop_of_another_kind_polls(num_processes):
 
 @pytest.mark.multiprocess
 @pytest.mark.xdist_group("preempted processes")
-def test_a_program_that_does_not_poll_dies_of_sigterm():
-    first, second = run_job(UNPOLLED)
+def test_a_program_that_does_not_poll_dies_of_sigterm(tmp_path):
+    """Orbax's CheckpointManager would poll, and nothing would end the program."""
+    first, second = run_job(UNPOLLED, environment={"TEST_DIRECTORY": str(tmp_path)})
     assert second.code == -signal.SIGTERM and first.code in (71, -signal.SIGABRT)

@@ -151,13 +151,14 @@ else:
 strategy = dj.MultiWorkerMirroredStrategy()
 strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))
 if I == 1:
-    finish = ocp.CheckpointManager.wait_until_finished
-    def finish_slowly(manager):
+    finish = ocp.AsyncCheckpointer.wait_until_finished
+    def finish_slowly(writer):
+        ocp.AsyncCheckpointer.wait_until_finished = finish
         hold()
-        finish(manager)
+        finish(writer)
     checkpointer = dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"] + "/c", local=True)
     checkpointer.save(1, {"x": np.ones(3)})
-    ocp.CheckpointManager.wait_until_finished = finish_slowly
+    ocp.AsyncCheckpointer.wait_until_finished = finish_slowly
 else:
     let_go_when_it_has_waited()
 """

@@ -81,13 +81,11 @@ def test_processes_that_differ_end_with_77(jobs):
         assert "differs from process 0 in the initial value of 'w'" in ended.said
 
 
-def test_who_does_not_come_is_named_and_the_others_end_with_76(jobs):
-    first, second = jobs["on one process"].result()
-    assert first.code == 76
-    assert "the first call of <lambda> needs all 2 processes" in first.said
-    assert "Got: process 1 on " in first.said
-    assert "did not come within 3 s" in first.said
-    assert second.code == 76
+def test_who_comes_to_its_end_where_another_goes_on_differs(jobs):
+    """At once: the end is a meeting, too."""
+    for ended in jobs["on one process"].result():
+        assert ended.code == 77
+        assert "Got: 'the end of the program' on process 1; 'the first call of " in ended.said
 
 
 def test_no_checkpoint_is_written_after_a_difference(jobs, directory):

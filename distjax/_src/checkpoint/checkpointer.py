@@ -97,7 +97,7 @@ class Checkpointer:
           CheckpointError: a leaf that cannot be saved, a step that exists or is not
             after the latest, a full disk; or the previous save failed.
           AgreementError: in a job, processes save different steps, keys, shapes or
-            values of `best_metric`, or one of them has called `close`; nothing is written.
+            values of `best_metric`; nothing is written.
           AggregationError: a sync-on-read variable with aggregation NONE.
           ContextError: in a replica function, or in a trace.
           ValueError: an invalid step number, or metrics without the `best_metric`.
@@ -142,11 +142,8 @@ class Checkpointer:
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
-        """Waits, then stops the writer threads; raises as `wait` does.
-
-        In a job, every process calls it. A later `save` starts them again.
-        """
-        self._storage.close()
+        """Waits, and raises, as `wait` does; a later `save` works."""
+        self.wait()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -1,9 +1,10 @@
 """Storage: the steps in a directory, written in the background by orbax.
 
-One `CheckpointManager` writes, from the first save on. It is asked nothing: the steps are the
-folders with a number for a name, and a step's description is a JSON file, so a look takes neither a
-manager nor the other processes. Ctrl-C, which orbax would take for a failure of its own, waits
-until orbax returns; where that may take long, in a thread of its own, it ends only the wait.
+A save has a writer of orbax of its own, which is gone when the step is complete. It is asked
+nothing: the steps are the folders with a number for a name, and a step's description is a JSON
+file, so a look takes neither a writer nor the other processes; which steps are kept is decided
+here. Ctrl-C, which orbax would take for a failure of its own, waits until orbax returns; where that
+may take long, in a thread of its own, it ends only the wait.
 
 The processes of a job do the same, and hear how it went (`hear_all`): orbax's save, restore and
 removal run programs over all devices, in which the others would wait for a process that has raised.
@@ -13,8 +14,7 @@ looks at the directory and removes a step.
 - A step is complete or absent: it is written under another name and then renamed, and one to be
   removed is renamed first. So a kill leaves only whole steps. The next process that saves removes
   what a killed one left behind: a directory has one writing process (or job).
-- A background failure is raised by the next call, and the next save starts with a new manager,
-  since orbax's counts a failed step as present.
+- A background failure is raised by the next call.
 - Values are as of the call. Orbax copies from an accelerator before its `save` returns. On a CPU it
   reads the buffer itself, and JAX does not donate a buffer while numpy views it: it copies.
 """
@@ -29,7 +29,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -151,8 +150,9 @@ class Storage:
         self._quality: Callable[[Mapping[str, float]], float] | None = None
         if best_metric is not None:
             self._quality = functools.partial(_quality, best_metric, best_mode)
-        self._writer: ocp.CheckpointManager | None = None
-        self._under_way: int | None = None
+        #: The step that is being written, its writer, and where the processes wait for each other.
+        self._under_way: tuple[int, ocp.AsyncCheckpointer, _WriteBarrier | None] | None = None
+        self._has_saved = False
 
     def describe_step(self, step: int) -> str:
         """Returns the name of the checkpoint of `step` in error texts."""
@@ -172,14 +172,11 @@ class Storage:
         """
         if self.job is None:
             return
-        # Orbax's writers wait for each other: either all processes have one, or none.
-        is_open = "open" if self._writer is not None else "closed"
-        writer = "the writer, which checkpointer.close() ends on every process or none,"
-        named = {**(options or {}), writer: is_open}
         known = "the latest" if step is None else str(step)
         facts = [ComparedFact(f"the step of {occasion}", known)]
         facts += [ComparedFact(f"{x.key!r} in {occasion}", str(x.spec.to_json())) for x in leaves]
-        facts += [ComparedFact(f"{name} of {occasion}", str(x)) for name, x in named.items()]
+        named = (options or {}).items()
+        facts += [ComparedFact(f"{name} of {occasion}", str(x)) for name, x in named]
         agree(occasion, facts)
 
     def _call(self, fn: Callable[[], T], *, is_long: bool = False) -> T:
@@ -218,19 +215,19 @@ class Storage:
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard("writing", step):
-            if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
-                attempt = functools.partial(self._try_to_begin, self.job.process_id)
-                hear_all(self.job, "the start of a save", attempt)
-            if self._writer is None:
-                self._writer = self._call(self._make_writer)
-            elif self.job is None:
-                self._reload(self._writer)
-            self._under_way = step  # set first, so that an interrupted save is waited for, too
-            saves_under_way.add(self)
-            save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
-            self._call(functools.partial(save, step, metrics=dict(metrics), force=True))
+            # Where one process cannot write, orbax leaves the others waiting for it.
+            hear_all(self.job, "the start of a save", self._try_to_begin)
+            barrier = None if self.job is None else _WriteBarrier(self.job)
+            writer = self._make_writer(barrier)
 
-    def _try_to_begin(self, process_id: int) -> None:
+            def begin() -> None:
+                self._under_way = step, writer, barrier
+                saves_under_way.add(self)
+                writer.save(self._path(step), args=ocp.args.Composite(**items))
+
+            self._call(begin)
+
+    def _try_to_begin(self) -> None:
         """Writes a file, and removes it and what a killed process left of its saves.
 
         An OSError: the directory is closed to this process, read-only or full, or what was left
@@ -238,29 +235,53 @@ class Storage:
         """
         os.makedirs(self.directory, exist_ok=True)
         # Named by the process, so that the next attempt removes what a killed one left.
-        path = Path(self.directory, f".distjax-{process_id}")
+        own = jax.process_index()
+        path = Path(self.directory, f".distjax-{own}")
         try:
             path.write_bytes(bytes(_ATTEMPT_BYTES))
         finally:
             path.unlink(missing_ok=True)
-        if process_id == 0 and self._writer is None:
+        if self._is_first_process and not self._has_saved:
             for name in os.listdir(self.directory):
                 if name.endswith(_UNFINISHED):
                     shutil.rmtree(os.path.join(self.directory, name))
+        self._has_saved = True
 
     def wait(self) -> None:
-        """Blocks until the save in progress is complete; raises a CheckpointError if it failed."""
-        if self._under_way is not None and self._writer is not None:
-            with self._guard("writing", self._under_way):
-                self._call(self._writer.wait_until_finished, is_long=True)
-            self._record("committed", self._under_way)
+        """Blocks until the save in progress is complete; raises a CheckpointError if it failed.
+
+        Then the steps that are not to be kept are removed.
+        """
+        if self._under_way is None:
+            return
+        step, writer, _ = self._under_way
+        with self._guard("writing", step):
+            self._call(writer.wait_until_finished, is_long=True)
+            self._call(writer.close)
         self._set_complete()
-        if self._writer is not None:
+        self._record("committed", step)
+        if self._is_first_process and self._max_to_keep is not None:
+            # What cannot be looked at, or removed, is left to the next save.
+            with contextlib.suppress(OSError, CheckpointError):
+                for old in self._find_superfluous(self._max_to_keep):
+                    self._remove(old)
             self._clear_removed()
+
+    def _find_superfluous(self, max_to_keep: int) -> set[int]:
+        """Returns the steps that are neither among the latest, or best, nor the latest one."""
+        steps = self._list_steps()
+        if self._quality is None:
+            return {*steps[:-max_to_keep]}
+        measured = [step for _, step in sorted(self._measure(steps))]
+        return {*measured[:-max_to_keep]} - {*steps[-1:]}
+
+    @property
+    def _is_first_process(self) -> bool:
+        return self.job is None or self.job.process_id == 0
 
     def _record(self, event: str, step: int) -> None:
         """Tells the launcher that a step is complete, or restored: that there was progress."""
-        if not self._is_alone_in_a_job and (self.job is None or self.job.process_id == 0):
+        if self._is_first_process and not self._is_alone_in_a_job:
             record(event, step=step)
 
     def _set_complete(self) -> None:
@@ -273,39 +294,20 @@ class Storage:
         def remove() -> None:
             self._require_origin()
             self._clear_removed()  # of a killed process
-            removed = os.path.join(self.directory, _REMOVED)
             with self._guard("removing", step, OSError):
-                os.makedirs(removed, exist_ok=True)
-                os.rename(self._path(step), os.path.join(removed, str(step)))
+                self._remove(step)
+            self._clear_removed()
 
         hear_first(self.job, "the removal of a checkpoint", remove)
-        if self._writer is not None:
-            self._reload(self._writer)
-        self._clear_removed()
 
-    def _reload(self, writer: ocp.CheckpointManager) -> None:
-        """Lets the writer see what another checkpointer has removed, or this one without it."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # one does so right now
-            self._call(writer.reload)
+    def _remove(self, step: int) -> None:
+        """Takes a step away by a rename; `_clear_removed` removes its files."""
+        removed = os.path.join(self.directory, _REMOVED)
+        os.makedirs(removed, exist_ok=True)
+        os.rename(self._path(step), os.path.join(removed, str(step)))
 
     def _clear_removed(self) -> None:
         shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
-
-    def close(self) -> None:
-        """Waits, then stops orbax's threads."""
-        if self._writer is None:
-            return
-        try:
-            self.wait()
-        finally:
-            writer = self._let_go()
-            if writer is not None:
-                self._call(writer.close)
-
-    def _let_go(self) -> ocp.CheckpointManager | None:
-        """Returns the writer, which is not used any more."""
-        writer, self._writer = self._writer, None
-        return writer
 
     @contextlib.contextmanager
     def _guard(
@@ -319,11 +321,9 @@ class Storage:
             raise
         except failures as error:
             if doing == "writing":
+                if self._under_way is not None and (barrier := self._under_way[2]) is not None:
+                    barrier.fail(error)
                 self._set_complete()
-                failed = self._let_go()  # it would count the step as present
-                if failed is not None:
-                    with contextlib.suppress(Exception):  # it may raise the same error again
-                        failed.close()
             needs, why, fix = _NEEDS[doing]
             needs = f"{self.describe_step(step)} needs to be {needs}"
             text = message(needs, got=describe_error(error), why=why, fix=fix)
@@ -343,21 +343,26 @@ class Storage:
 
     def best_step(self) -> int | None:
         """Returns the best step by the metric, or None if no step has it."""
-        quality = self._quality
-        if quality is None:
+        if self._quality is None:
             return None
 
         def look() -> int | None:
-            found: list[tuple[float, int]] = []
-            for step in self._list_steps():
-                # One without a description was removed meanwhile, or is of another program.
-                with self._guard("reading", step), contextlib.suppress(FileNotFoundError):
-                    metrics = self._read_description(step).get("metrics", {})
-                    if self._best_metric in metrics:
-                        found.append((quality(metrics), step))
+            found = self._measure(self._list_steps())
             return max(found)[1] if found else None
 
         return self._ask("a look at the best step", look)
+
+    def _measure(self, steps: Iterable[int]) -> list[tuple[float, int]]:
+        """Returns (how good it is, step) of those that have the metric."""
+        assert self._quality is not None
+        found: list[tuple[float, int]] = []
+        for step in steps:
+            # One without a description was removed meanwhile, or is of another program.
+            with self._guard("reading", step), contextlib.suppress(FileNotFoundError):
+                metrics = self._read_description(step).get("metrics", {})
+                if self._best_metric in metrics:
+                    found.append((self._quality(metrics), step))
+        return found
 
     def description(self, step: int) -> dict[str, Any]:
         """Returns the step's description, if distjax wrote it and it is not damaged."""
@@ -449,37 +454,26 @@ class Storage:
 
     # -- orbax ----------------------------------------------------------------
 
-    def _make_writer(self) -> ocp.CheckpointManager:
+    def _make_writer(self, barrier: _WriteBarrier | None) -> ocp.AsyncCheckpointer:
         processes = _processes(is_alone=self.job is None)
-        os.makedirs(self.directory, exist_ok=True)
-        policies = ocp.checkpoint_managers
-        kept: Any = policies.LatestN(self._max_to_keep)
-        if self._max_to_keep is not None and self._quality is not None:
-            best = policies.BestN(get_metric_fn=self._quality, n=self._max_to_keep)
-            kept = policies.AnyPreservationPolicy([policies.LatestN(1), best])
-        options = ocp.CheckpointManagerOptions(
-            create=False,
-            multiprocessing_options=processes,
+        seconds = _DAY if self.job is None else math.ceil(self.job.timeouts.phase_timeout)
+        options = ocp.AsyncOptions(
             # Processes wait for a directory by the number of the save, which differs between them
             # once one has saved alone: they would not wait.
-            async_options=ocp.AsyncOptions(
-                create_directories_asynchronously=job() is None,
-                barrier_sync_fn=None if self.job is None else _WriteBarrier(self.job),
-                timeout_secs=_DAY
-                if self.job is None
-                else math.ceil(self.job.timeouts.phase_timeout),
-            ),
-            cleanup_tmp_directories=True,  # what a killed process left
-            todelete_subdir=_REMOVED,
-            preservation_policy=kept,
-            best_fn=self._quality,
-            best_mode="max",
+            create_directories_asynchronously=job() is None,
+            barrier_sync_fn=barrier,
+            timeout_secs=seconds,
         )
-        handlers = {  # orbax's default ones belong to process 0
-            _DESCRIPTION: ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
-            _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-        }
-        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        handler = ocp.CompositeCheckpointHandler(  # orbax's default ones belong to process 0
+            composite_options=ocp.CompositeOptions(
+                multiprocessing_options=processes, async_options=options
+            ),
+            description=ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
+            values=ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+        )
+        return ocp.AsyncCheckpointer(
+            handler, async_options=options, multiprocessing_options=processes
+        )
 
 
 def _processes(*, is_alone: bool) -> ocp.options.MultiprocessingOptions:
@@ -611,11 +605,10 @@ _barrier_numbers = itertools.count()
 class _WriteBarrier:
     """Where the processes wait for each other while they write a step; called by orbax.
 
-    Orbax's own barriers do not know of failures: a process that cannot write goes on to a later
-    barrier than the one at which the others wait, and all of them wait until they time out. Here
-    all come to the next barrier, whichever it is, and one that has failed says so. The processes
-    make as many writers, in the same order; one writer's barriers come one at a time, in the same
-    order everywhere.
+    Orbax's own barriers do not know of failures: the others would wait for a process that cannot
+    write until they time out. Here it says so, where they wait for it. The processes make as many
+    writers, in the same order; one writer's barriers come one at a time, in the same order
+    everywhere.
     """
 
     def __init__(self, joined: Job):
@@ -623,7 +616,7 @@ class _WriteBarrier:
         self._count = 0
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits until all processes are here; in a process that has failed, tells them.
+        """Waits until all processes are here; raises what one of them has failed with.
 
         It waits for `timeout_ms`, and longer for one that is at slow work. Orbax's name for the
         barrier is not used.
@@ -631,19 +624,17 @@ class _WriteBarrier:
         del key
         self._count += 1
         place = f"{self._place}/{self._count}"
-        error = sys.exc_info()[1]  # orbax calls this in a `finally`, too
-        if error is not None:
-            self._tell(place, json.dumps(failure_of(error)))
-            return
         said = come_and_hear(self._job, place, "null", timeout_ms / 1000)
         if self._job.process_id == 0:  # all are here, so all have left the last one
             self._job.client.key_value_delete(f"{self._place}/{self._count - 1}")
         require_no_failure(self._job, list(map(json.loads, said)))
 
-    def _tell(self, place: str, text: str) -> None:
-        """Says that this process has failed, and waits for nobody."""
+    def fail(self, error: Exception) -> None:
+        """Tells the others, at the next barrier, that this process has failed."""
         client, own = self._job.client, self._job.process_id
-        client.key_value_set(f"{place}/came/{own}", text, allow_overwrite=True)
-        if own == 0:  # which forwards what all have said
-            all_said = [text, *["null"] * (self._job.num_processes - 1)]
-            client.key_value_set(f"{place}/said", json.dumps(all_said))
+        place, text = f"{self._place}/{self._count + 1}", json.dumps(failure_of(error))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            client.key_value_set(f"{place}/came/{own}", text, allow_overwrite=True)
+            if own == 0:  # which forwards what all have said
+                all_said = [text, *["null"] * (self._job.num_processes - 1)]
+                client.key_value_set(f"{place}/said", json.dumps(all_said))

@@ -179,9 +179,13 @@ class Ledger:
         return Call(count + 1, starting.added_to(former), starting.text, starting.program)
 
     def describe(self) -> str:
-        """Returns one line: number of calls, the latest of them, overall checksum."""
+        """Returns one line: number of calls, the latest of them, overall checksum.
+
+        Meetings without their occasions: where these differ, an error has said so, and may have
+        been caught.
+        """
         numbers = range(max(1, self.count - _NUM_SHOWN + 1), self.count + 1)
-        latest = ", ".join(call.text for call in map(self.find, numbers) if call) or "none"
+        latest = ", ".join(self._calls[number & _SIZE - 1][2].text for number in numbers) or "none"
         return f"{self.count} calls, the latest {latest} (checksum {self.checksum:08x})"
 
 

@@ -69,8 +69,8 @@ def exchange(
     seconds = joined.timeouts.meeting_timeout if seconds is None else seconds
     with _lock, waiting(f"waiting for the others ({occasion})"):
         _count += 1
-        ledger.add_meeting(occasion)
         place = f"distjax/meeting/{_count}"
+        ledger.add_meeting(occasion)
         said = json.dumps([ledger.describe(), occasion, text])
         try:
             all_said = come_and_hear(joined, place, said, seconds)

@@ -366,14 +366,14 @@ def delaying_preemption_service(stand_in: object) -> Generator[None]:
 
     If JAX is told to have none, it has none.
     """
-    if not jax.config.jax_enable_preemption_service:
+    if not _config.jax_enable_preemption_service:
         yield
         return
-    jax.config.update("jax_enable_preemption_service", False)
+    _config.update("jax_enable_preemption_service", False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_preemption_service", True)
+        _config.update("jax_enable_preemption_service", True)
     _distributed.global_state.preemption_sync_manager = stand_in
 
 

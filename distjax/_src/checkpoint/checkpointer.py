@@ -120,7 +120,7 @@ class Checkpointer:
                 for key, leaf in wanted.leaves.items()
                 if leaf.spec.is_stored_as_array
             }
-        self._storage.write(step, arrays, description, metrics)
+        self._storage.write(step, arrays, description)
 
     def wait(self) -> None:
         """Blocks until the save in progress is complete.

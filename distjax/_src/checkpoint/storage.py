@@ -6,10 +6,10 @@ file, so a look takes neither a writer nor the other processes; which steps are 
 here. Ctrl-C, which orbax would take for a failure of its own, waits until orbax returns; where that
 may take long, in a thread of its own, it ends only the wait.
 
-The processes of a job do the same, and hear how it went (`hear_all`): orbax's save, restore and
-removal run programs over all devices, in which the others would wait for a process that has raised.
-So each process first tries to write, reads its own part without the others, and process 0 alone
-looks at the directory and removes a step.
+The processes of a job do the same, and hear how it went (`hear_all`): orbax's save and restore run
+programs over all devices, in which the others would wait for a process that has raised. So each
+process first tries to write, reads its own part without the others, and process 0 alone looks at
+the directory and removes steps.
 
 - A step is complete or absent: it is written under another name and then renamed, and one to be
   removed is renamed first. So a kill leaves only whole steps. The next process that saves removes
@@ -193,13 +193,7 @@ class Storage:
 
     # -- writing --------------------------------------------------------------
 
-    def write(
-        self,
-        step: int,
-        arrays: Mapping[str, Any],
-        description: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> None:
+    def write(self, step: int, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Starts writing a step, after completing the one in progress."""
         self._require_origin()
         self.wait()
@@ -268,7 +262,10 @@ class Storage:
             self._clear_removed()
 
     def _find_superfluous(self, max_to_keep: int) -> set[int]:
-        """Returns the steps that are neither among the latest, or best, nor the latest one."""
+        """Returns the steps to remove: all but the latest, or but the best and the latest one.
+
+        Where the best are kept, steps without the metric are, too.
+        """
         steps = self._list_steps()
         if self._quality is None:
             return {*steps[:-max_to_keep]}

@@ -3,8 +3,10 @@
 A save has a writer of orbax of its own, which is gone when the step is complete. It is asked
 nothing: the steps are the folders with a number for a name, and a step's description is a JSON
 file, so a look takes neither a writer nor the other processes; which steps are kept is decided
-here. Ctrl-C, which orbax would take for a failure of its own, waits until orbax returns; where that
-may take long, in a thread of its own, it ends only the wait.
+here. (Orbax's CheckpointManager does that, too, and polls for SIGTERM at each save, from which on a
+program that looks for no notice would not end.) Ctrl-C, which orbax would take for a failure of its
+own, waits until orbax returns; where that may take long, in a thread of its own, it ends only the
+wait.
 
 The processes of a job do the same, and hear how it went (`hear_all`): orbax's save and restore run
 programs over all devices, in which the others would wait for a process that has raised. So each

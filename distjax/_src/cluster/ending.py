@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn
 
 from distjax._src import jax_compat
@@ -172,17 +172,6 @@ class Notice:
         """Called by JAX when the process leaves its job."""
 
 
-class _Alone:
-    """The notice of a program of one process."""
-
-    def __init__(self) -> None:
-        self.is_told = False
-
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.is_told = True
-
-
 @contextlib.contextmanager
 def listening() -> Generator[Any]:
     """A context in which SIGTERM is a notice; gives a function of the step: whether all stop at it.
@@ -196,9 +185,9 @@ def listening() -> Generator[Any]:
     if manager is not None or job() is not None or not is_main_thread:
         yield getattr(manager, "reached_sync_point", lambda step: False)  # none: it was disabled
     else:
-        alone = _Alone()
-        former = signal.signal(signal.SIGTERM, alone.tell)
+        told: list[int] = []
+        former = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
         try:
-            yield lambda step: alone.is_told
+            yield lambda step: bool(told)
         finally:
             signal.signal(signal.SIGTERM, former if former is not None else signal.SIG_DFL)

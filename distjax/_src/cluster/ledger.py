@@ -48,7 +48,8 @@ class Launch(NamedTuple):
     Attributes:
       name: the user's name of the function, or that of an operation.
       program: checksum of what the processes agreed on before its first launch. It distinguishes
-        functions with the same name, and shapes, static values and modes of one function.
+        functions with the same name, and shapes, static values and modes of one function. It is of
+        the program's text: a process that dropped its program compiles the same text again.
       arguments: checksum of its host arguments; 0: it has none.
     """
 

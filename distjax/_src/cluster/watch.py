@@ -341,7 +341,8 @@ def _record(record: logging.LogRecord) -> bool:
 
 
 # -- how a process exits ---------------------------------------------------------
-# With a code that says why, once the others have heard of it. One that exits early says so in the
+# With a code that says why, once the others have heard of it: a collective would notify only the
+# neighbors of a lost process, and only those inside it. One that exits early says so in the
 # coordination service, under a single key that the watch of every process looks at. The first one
 # is the cause; errors that the others then run into are not. Process 0 hosts that service, and JAX
 # aborts the others as soon as it is gone. So all acknowledge that they have read the key, and

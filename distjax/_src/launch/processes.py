@@ -6,7 +6,8 @@ what it says, line by line, to its log and to the launcher's output. Another wai
 main thread takes ends and signals from one queue.
 
 If the launcher is killed, a *guard* kills the groups on its list: a process that holds the other
-end of a pipe of the launcher's, which closes with it on every system.
+end of a pipe of the launcher's, which closes with it on every system. (Linux could kill the
+launcher's children, but not what these have started; macOS has no such signal.)
 """
 
 from __future__ import annotations

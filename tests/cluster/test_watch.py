@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import signal
 import sys
 import threading
 import types
@@ -9,7 +10,7 @@ import types
 import jax
 import pytest
 
-from distjax._src.cluster import watch
+from distjax._src.cluster import programs, watch
 from distjax._src.cluster.ledger import (
     Launch,
     Ledger,
@@ -390,6 +391,17 @@ def test_one_thread_launches_at_a_time():
     thread.join()
     assert order == ["first ends", "first is awaited", "second begins"]
     assert [ledger.find(number).text for number in (1, 2)] == [TRAIN.text, EVALUATE.text]
+
+
+def test_an_interrupt_waits_until_an_operation_is_recorded(monkeypatch):
+    monkeypatch.setattr(programs, "ledger", ledger := Ledger())
+    array = types.SimpleNamespace(is_fully_addressable=False, dtype="float32", shape=(2,))
+    end = programs.begin_operation("reduce", max, array, ())
+    signal.raise_signal(signal.SIGINT)
+    assert ledger.starting.name == "reduce"
+    with pytest.raises(KeyboardInterrupt):
+        end(Token())
+    assert ledger.count == 1 and ledger.starting is None
 
 
 # -- messages ------------------------------------------------------------------

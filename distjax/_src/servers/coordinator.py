@@ -38,7 +38,6 @@ from distjax._src.servers.per_worker import (
     PerWorkerIterator,
     PerWorkerSource,
     PerWorkerValues,
-    Position,
     RemoteArray,
     draw_each,
     require_source,
@@ -419,7 +418,7 @@ class RemoteValue:
           TimeoutError: it is not available by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.
-          ServerLostError: its pushes were lost with a server.
+          ServerLostError: a server is lost, or was restored before the closure had begun.
           Exception: the error of the closure.
         """
         self._wait("fetch", timeout)
@@ -611,13 +610,11 @@ class Snapshot:
     Attributes:
       closures: how many closures it contains.
       servers: the state of each server.
-      positions: the positions of iterators over per-worker data, as long as they are alive.
       strategy: the strategy of the servers, as long as it is alive.
     """
 
     closures: int
     servers: Sequence[ServerSnapshot]
-    positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
     strategy: weakref.ref[ParameterServerStrategy]
 
     @property
@@ -679,7 +676,6 @@ class Coordinator:
         )
         self._before = _add(server.report() for server in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
-        self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._board.add_workers(strategy.num_workers)
         self._closing = weakref.finalize(self, self._board.close)
 
@@ -819,9 +815,7 @@ class Coordinator:
         strategy = self._strategy
         open_data = strategy.engine.open_data if at == "worker" else None
         num_replicas = strategy.num_replicas_in_sync
-        return PerWorkerDataset(
-            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._iterators
-        )
+        return PerWorkerDataset(fn_or_dataset, self._board.worker_ids, num_replicas, open_data)
 
     # -- workers --------------------------------------------------------------
 
@@ -869,25 +863,21 @@ class Coordinator:
     def snapshot(self) -> Snapshot:
         """Returns a copy of the state of all servers, between two closures: see `paused`.
 
-        Includes the positions of iterators over per-worker datasets.
-
         Raises:
           ServerLostError: a server is lost.
         """
         self._require_ready("snapshot")
         with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
-            iterators = tuple(self._iterators)  # another thread may begin an iteration meanwhile
-            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in iterators)
             strategy = weakref.ref(self._strategy)
-            self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
+            self._snapshot = Snapshot(self._board.num_held, servers, strategy)
         return self._snapshot
 
     def restore(self, snapshot: Snapshot | None = None) -> int:
         """Restores all servers to a snapshot; returns how many closures it contains.
 
-        The results of closures that it does not contain, including queued and running ones, become
-        a `ServerLostError`. If any was not over, the next `join` raises it, once.
+        Closures in hand end first. Those in the queue get a `ServerLostError`; if any closure was
+        not over, the next `join` raises it, once.
 
         Args:
           snapshot: the snapshot; None: the latest.
@@ -912,12 +902,10 @@ class Coordinator:
         self._board.require_going("restore")
         is_any_lost = not self._board.is_empty()
         with self._board.paused(is_restore=True):
-            num_over = self._board.undo(snapshot.closures, is_reported=is_any_lost)
+            num_over = self._board.go_back(snapshot.closures, is_reported=is_any_lost)
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
-            for iterator, positions in snapshot.positions.items():
-                iterator.restore(positions)
         self._snapshot = snapshot
         return snapshot.closures
 

@@ -12,13 +12,13 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from distjax._src.placement import Topology
-from distjax._src.servers.per_worker import Argument, Elements, NumberedElements
+from distjax._src.servers.per_worker import Argument, Elements
 from distjax._src.servers.plan import (
     Executable,
     OnceEach,
@@ -57,13 +57,11 @@ class Task:
 
     Attributes:
       closure: its number.
-      attempt: 1, 2, ...
       plan: the plan to run.
       arrays: the flat arguments; a `RemoteArray` where a worker has drawn and kept it.
     """
 
     closure: int
-    attempt: int
     plan: StepPlan
     arrays: Sequence[Argument]
 
@@ -139,7 +137,7 @@ class Engine(Protocol):
     def admit(self, plan: StepPlan) -> None:
         """Raises if workers or servers cannot run a plan; called before queueing."""
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Returns the elements of the dataset ``make()``, made in the worker's process."""
         return Elements(make)
 
@@ -459,7 +457,7 @@ class _NearServers:
         return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}
 
     def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
-        key = self._task.closure, stage, self._task.attempt
+        key = self._task.closure, stage
         before = lambda: self._ask("server")
         return [
             self._servers[push.server].push(key, push, arrays, pulled=pulled, before=before)

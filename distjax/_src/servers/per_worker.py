@@ -1,9 +1,7 @@
-"""Per-worker data: elements that workers draw for themselves, by number.
+"""Per-worker data: elements that workers draw for themselves.
 
-A dataset is read in the process of the worker that draws, or in the coordinator's: `Elements` gives
-the element of a number there, if need be by making the dataset again. The coordinator counts: a
-`Cursor` says which number comes next, and has what was given back. A `PerWorkerIterator` has a
-cursor for each worker.
+A dataset is read in this process, or in the worker's: see `Engine.open_data`. A `Cursor` draws from
+it, and has what was given back. A `PerWorkerIterator` has a cursor for each worker.
 """
 
 from __future__ import annotations
@@ -11,20 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from distjax._src.data.options import InputContext
-from distjax._src.data.reader import drop
 from distjax._src.placement import without_alias
 from distjax._src.typing import DTypeLike, PyTree
 from distjax.errors import describe_value, require
 
-# -- the elements of one dataset ----------------------------------------------
+# -- drawing from several sources ---------------------------------------------
 
 
 class DataEnded(Exception):
@@ -58,74 +54,35 @@ def draw_each(asked: Iterable[tuple[PerWorkerSource, int]]) -> list[Any]:
     return [value for _, _, value in drawn]
 
 
-class NumberedElements(Protocol):
-    """The elements of one dataset, by number, wherever it is read; `Elements` reads it here."""
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns an element; raises DataEnded if there are not so many."""
-        ...
+# -- the elements of one dataset ----------------------------------------------
 
 
-class Elements(NumberedElements):
-    """The elements of a dataset that is read in this process.
-
-    Args:
-      make: makes the dataset: at the first element, and to read an earlier one again.
-    """
+class Elements(Iterator[Any]):
+    """The elements of the dataset ``make()``, which is made when the first one is needed."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self._make = make
-        self._source: Any = None
-        self._next = 0  # the number of the source's next element
+        self._source: Iterator[Any] | None = None
 
-    def open(self) -> None:
-        """Makes the dataset now."""
+    def open(self) -> Elements:
+        """Makes the dataset now, and returns its elements."""
         if self._source is None:
             self._source = iter(self._make())
+        return self
 
-    def __getitem__(self, index: int) -> Any:
-        if index != self._next:
-            self._seek(index)
+    def __next__(self) -> Any:
         self.open()
-        try:
-            element = next(self._source)
-        except StopIteration:
-            raise DataEnded from None
-        self._next += 1
+        assert self._source is not None, "it is open"
         # The source may refill its memory while a program still reads this.
-        return jax.tree.map(without_alias, element)
-
-    def _seek(self, index: int) -> None:
-        """Makes the dataset again, and goes to an element of it; raises a ValueError if it can't.
-
-        Some datasets are too short then, or can be read only once.
-        """
-        source = iter(self._make())
-        require(
-            source is not self._source,
-            f"a restore needs per-worker data that can be read again, up to element {index}",
-            got="one that is its own iterator",
-            why="what it has given is gone",
-            fix="pass a list, a class with __iter__, or a function that makes the iterator",
-        )
-        drop(enumerate(source), index, "per-worker data needs a dataset")
-        self._source, self._next = source, index
-
-
-class Position(NamedTuple):
-    """How far a dataset has been drawn; `returned` were made and not used, the next one last."""
-
-    num_read: int
-    returned: tuple[Any, ...]
+        return jax.tree.map(without_alias, next(self._source))
 
 
 class Cursor:
-    """Draws the elements of a dataset for one or several workers: each goes to one of them."""
+    """Draws elements for one or several workers: each element goes to one of them."""
 
-    def __init__(self, elements: NumberedElements):
+    def __init__(self, elements: Iterator[Any]):
         self._elements = elements
-        self._lock = threading.RLock()  # held while an element is made, whose maker may call us
-        self._num_read = 0
+        self._lock = threading.Lock()  # held while an element is made
         self._returned: list[Any] = []
 
     def draw(self) -> Any:
@@ -133,24 +90,15 @@ class Cursor:
         with self._lock:
             if self._returned:
                 return self._returned.pop()
-            element = self._elements[self._num_read]
-            self._num_read += 1
-            return element
+            try:
+                return next(self._elements)
+            except StopIteration:
+                raise DataEnded from None
 
     def give_back(self, element: PyTree) -> None:
         """Makes an element the next one again."""
         with self._lock:
             self._returned.append(element)
-
-    def position(self) -> Position:
-        """Returns the position in the dataset."""
-        with self._lock:
-            return Position(self._num_read, tuple(self._returned))
-
-    def restore(self, position: Position) -> None:
-        """Goes back to `position`."""
-        with self._lock:
-            self._num_read, self._returned = position.num_read, list(position.returned)
 
 
 # -- arrays that stay in the process of the worker that drew them -------------
@@ -290,18 +238,9 @@ class PerWorkerIterator:
         """Makes an element the worker's next one again."""
         self._cursors[worker].give_back(value)
 
-    def positions(self) -> list[Position]:
-        """Returns the position of each cursor."""
-        return [cursor.position() for cursor in dict.fromkeys(self._cursors.values())]
-
-    def restore(self, positions: Sequence[Position]) -> None:
-        """Restores each cursor to its position."""
-        for cursor, position in zip(dict.fromkeys(self._cursors.values()), positions, strict=True):
-            cursor.restore(position)
-
 
 #: See `Engine.open_data`.
-OpenData = Callable[[int, Callable[[], Iterable[Any]]], NumberedElements]
+OpenData = Callable[[int, Callable[[], Iterable[Any]]], Iterator[Any]]
 
 
 class PerWorkerDataset:
@@ -316,7 +255,6 @@ class PerWorkerDataset:
       num_replicas: how many replicas each worker has.
       open_data: (worker, make) -> elements, where the worker is; they are made when it needs the
         first one. None: the dataset is made here, when an iteration begins.
-      iterators: to which each new iterator is added.
     """
 
     def __init__(
@@ -325,13 +263,11 @@ class PerWorkerDataset:
         workers: Callable[[], list[int]],
         num_replicas: int,
         open_data: OpenData | None,
-        iterators: weakref.WeakSet[PerWorkerIterator],
     ):
         self._source = source
         self._workers = workers
         self._num_replicas = num_replicas
         self._open_data = open_data
-        self._iterators = iterators
 
     def __repr__(self) -> str:
         return f"PerWorkerDataset(num_workers={len(self._workers())})"
@@ -339,23 +275,16 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
         if isinstance(source, Iterable):
-            cursors = dict.fromkeys(workers, Cursor(_opened(lambda: source)))
+            cursors = dict.fromkeys(workers, Cursor(Elements(lambda: source).open()))
         else:
             cursors: dict[int, Cursor] = {}
             for number, worker in enumerate(workers):
                 context = InputContext(len(workers), number, self._num_replicas)
                 make = functools.partial(source, context)
                 opens = self._open_data
-                cursors[worker] = Cursor(_opened(make) if opens is None else opens(worker, make))
-        iterator = PerWorkerIterator(cursors)
-        self._iterators.add(iterator)
-        return iterator
-
-
-def _opened(make: Callable[[], Iterable[Any]]) -> Elements:
-    elements = Elements(make)
-    elements.open()
-    return elements
+                elements = Elements(make).open() if opens is None else opens(worker, make)
+                cursors[worker] = Cursor(elements)
+        return PerWorkerIterator(cursors)
 
 
 def require_source(fn_or_dataset: object, at: str) -> None:

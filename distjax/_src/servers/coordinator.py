@@ -34,6 +34,7 @@ from distjax._src.servers.cutting.plans import Cutter
 from distjax._src.servers.engine import Engine, ThreadEngine
 from distjax._src.servers.per_worker import (
     DataEnded,
+    Elements,
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerSource,
@@ -800,12 +801,11 @@ class Coordinator:
 
         Args:
           fn_or_dataset: a function of an `InputContext` (pipeline number and count), called
-            for each worker present when an iteration begins; or a dataset, whose elements
-            go to whichever worker asks next.
+            for each worker present when an iteration begins, once it needs its first element; or
+            a dataset, whose elements go to whichever worker asks next.
           at: where the function is called. "worker": where the worker is (in its process, on
-            `RayEngine`: it is pickled, and must give the same elements each time), when it needs
-            its first element; "coordinator": here, when the iteration begins. A dataset is
-            always read here.
+            `RayEngine`: it is pickled, and must give the same elements each time); "coordinator":
+            in this process, where a dataset is always read.
 
         Raises:
           TypeError, ValueError: invalid arguments.
@@ -813,7 +813,8 @@ class Coordinator:
         self._require_ready("create_per_worker_dataset", waits=False)
         require_source(fn_or_dataset, at)
         strategy = self._strategy
-        open_data = strategy.engine.open_data if at == "worker" else None
+        is_there = at == "worker"
+        open_data = strategy.engine.open_data if is_there else lambda worker, make: Elements(make)
         num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(fn_or_dataset, self._board.worker_ids, num_replicas, open_data)
 

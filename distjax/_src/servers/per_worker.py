@@ -64,15 +64,9 @@ class Elements(Iterator[Any]):
         self._make = make
         self._source: Iterator[Any] | None = None
 
-    def open(self) -> Elements:
-        """Makes the dataset now, and returns its elements."""
+    def __next__(self) -> Any:
         if self._source is None:
             self._source = iter(self._make())
-        return self
-
-    def __next__(self) -> Any:
-        self.open()
-        assert self._source is not None, "it is open"
         # The source may refill its memory while a program still reads this.
         return jax.tree.map(without_alias, next(self._source))
 
@@ -239,10 +233,6 @@ class PerWorkerIterator:
         self._cursors[worker].give_back(value)
 
 
-#: See `Engine.open_data`.
-OpenData = Callable[[int, Callable[[], Iterable[Any]]], Iterator[Any]]
-
-
 class PerWorkerDataset:
     """A dataset from which each worker draws its own elements: see `Coordinator`.
 
@@ -253,8 +243,7 @@ class PerWorkerDataset:
         go to whichever worker asks next.
       workers: returns the ids of the current workers.
       num_replicas: how many replicas each worker has.
-      open_data: (worker, make) -> elements, where the worker is; they are made when it needs the
-        first one. None: the dataset is made here, when an iteration begins.
+      open_data: (worker, make) -> elements; called for each worker, if the source is a function.
     """
 
     def __init__(
@@ -262,7 +251,7 @@ class PerWorkerDataset:
         source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
         workers: Callable[[], list[int]],
         num_replicas: int,
-        open_data: OpenData | None,
+        open_data: Callable[[int, Callable[[], Iterable[Any]]], Iterator[Any]],
     ):
         self._source = source
         self._workers = workers
@@ -275,15 +264,13 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
         if isinstance(source, Iterable):
-            cursors = dict.fromkeys(workers, Cursor(Elements(lambda: source).open()))
+            cursors = dict.fromkeys(workers, Cursor(Elements(lambda: source)))
         else:
             cursors: dict[int, Cursor] = {}
             for number, worker in enumerate(workers):
                 context = InputContext(len(workers), number, self._num_replicas)
                 make = functools.partial(source, context)
-                opens = self._open_data
-                elements = Elements(make).open() if opens is None else opens(worker, make)
-                cursors[worker] = Cursor(elements)
+                cursors[worker] = Cursor(self._open_data(worker, make))
         return PerWorkerIterator(cursors)
 
 

@@ -116,7 +116,7 @@ class RayEngine(Engine):
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
         self._numbers = itertools.count()  # of plans and datasets
-        self._announcing = threading.Lock()  # held while plans are looked through
+        self._announcing = threading.Lock()  # held while plans, or those of a process, change
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -319,20 +319,16 @@ class RayServer(ParameterServer):
             self.is_lost = False
         self._ask("restore", snapshot, num_closures)
 
-    def call(self, method: str, *args: object) -> Any:
-        """Returns the result of a method of its process, or raises its exception."""
+    def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
+        """Returns the result of a method of the process's `Server`, or raises its exception."""
         if self.is_lost:
             raise lost_error(self.number)
         self._tell()
         try:
-            return get(getattr(self.actor, method).remote(*args))
+            return from_wire(get(self.actor.ask.remote(method, to_wire(args), modes)))
         except ProcessDied as error:
             self.is_lost = True
             raise lost_error(self.number) from error
-
-    def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
-        """Returns the result of a method of the `Server` in its process: see `call`."""
-        return from_wire(self.call("ask", method, to_wire(args), modes))
 
     def _tell(self) -> None:
         told: list[tuple[str, Any]] = []

@@ -9,6 +9,7 @@ from distjax._src.servers.coordinator import (
 from distjax._src.servers.engine import Engine, Ran, Task, ThreadEngine, WorkerDied
 from distjax._src.servers.on_ray.engine import RayEngine
 from distjax._src.servers.per_worker import (
+    Elements,
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
@@ -17,6 +18,7 @@ from distjax._src.servers.server import ParameterServer, Report, Server, ServerD
 
 __all__ = [
     "Coordinator",
+    "Elements",
     "Engine",
     "ParameterServer",
     "ParameterServerStrategy",

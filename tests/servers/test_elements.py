@@ -1,4 +1,4 @@
-"""Elements: each is drawn once, whatever is peeked at and given back."""
+"""Elements by number: each is drawn once, whatever is peeked at, given back and restored."""
 
 import threading
 from concurrent.futures import CancelledError
@@ -12,17 +12,43 @@ from distjax._src.servers.board import Closure
 from distjax._src.servers.engine import WorkerDied
 from distjax._src.servers.per_worker import Cursor, DataEnded, Elements, PerWorkerIterator
 
+once = iter([1, 2, 3, 4])
+SOURCES = {
+    "a list": lambda: [1, 2, 3, 4],
+    "one iterator": lambda: once,
+}
 
-@pytest.mark.parametrize("source", [[1, 2, 3], iter([1, 2, 3])], ids=["a list", "one iterator"])
-def test_what_was_given_back_is_the_next(source):
-    cursor = Cursor(Elements(lambda: source))
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_restore_has_what_was_peeked_at_and_given_back(source):
+    cursor = Cursor(Elements(SOURCES[source]))
     cursor.give_back(cursor.draw())
+    cursor.restore(cursor.position())
     first, second = cursor.draw(), cursor.draw()
     assert (first, second) == (1, 2)
     cursor.give_back(first)  # the other one is used
-    assert [cursor.draw(), cursor.draw()] == [1, 3]
-    with pytest.raises(DataEnded):
-        cursor.draw()
+    position = cursor.position()
+    if source != "one iterator":
+        assert [cursor.draw(), cursor.draw(), cursor.draw()] == [1, 3, 4]
+    cursor.restore(position)
+    assert [cursor.draw(), cursor.draw(), cursor.draw()] == [1, 3, 4]
+
+
+def test_a_source_may_ask_for_the_position():
+    """As one does that takes a snapshot now and then, where `next` is called by hand."""
+    positions, drawn = [], []
+
+    def source():
+        for i in range(2):
+            positions.append(cursor.position().num_read)
+            yield i
+
+    cursor = Cursor(Elements(source))
+    drawing = threading.Thread(target=lambda: drawn.extend([cursor.draw(), cursor.draw()]))
+    drawing.daemon = True
+    drawing.start()
+    drawing.join(20)
+    assert (positions, drawn) == ([0, 1], [0, 1])
 
 
 @pytest.mark.parametrize("error", [WorkerDied("lost"), KeyError("mine"), DataEnded()])

@@ -47,7 +47,7 @@ from distjax.errors import (
 # -- closures -----------------------------------------------------------------
 
 
-#: The state of a closure; the last three are final.
+#: The state of a closure; the last three are final, but a restore undoes what was done.
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
@@ -131,6 +131,7 @@ class Closure:
         """Records the outcome, and releases the arguments."""
         self.error, call = error, self._call
         self._call, self.sources = None, ()
+        self._outcome = self.versions = None  # it had some if it is undone
         if ran is not None and isinstance(call, Call):
             self.versions = ran.versions
             self._outcome = (call.plan, ran.results)
@@ -183,8 +184,8 @@ def _end_of_data(closure: Closure) -> EndOfDataError:
 def _undone(closures: int) -> ServerLostError:
     return ServerLostError(
         message(
-            "fetch needs a closure that was run",
-            got="one that was in the queue when the servers were restored",
+            "fetch needs a closure that the servers have",
+            got="one that they do not, since they were restored",
             why=f"they went back to a snapshot of the first {closures} closures",
             fix="schedule it again, from what coordinator.restore() returned on",
         )
@@ -255,6 +256,8 @@ class Board:
         self.workers: dict[int, Worker] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.num_held = 0
+        #: Those whose results may be asked for: how many closures the servers had before them.
+        self._done = weakref.WeakKeyDictionary[Closure, int]()
         self.started = time.monotonic()
         self.iterators_of = FunctionCache(lambda resolve: weakref.WeakSet[object]())
         self._queue_size = queue_size
@@ -340,16 +343,22 @@ class Board:
             dropped = self._drop_queue(_cancelled(reason))
         self._announce(dropped)
 
-    def go_back(self, num_held: int, *, is_reported: bool) -> int:
-        """Drops the queue: the servers go back to the first `num_held` closures.
+    def undo(self, num_held: int, *, is_reported: bool) -> int:
+        """Drops the queue, and revokes what was done after the first `num_held` closures.
 
-        No closure is running. Returns a number below which all are over.
+        No closure is running. Returns a number below which all are over. Every data source is
+        open to every worker again.
         """
         error = _undone(num_held)
         with self._lock:
             dropped = self._drop_queue(error)
             self._errors += [error] if is_reported else []
+            for closure, position in self._done.items():
+                if position >= num_held:
+                    closure.end("failed", None, error)
             self.num_held = num_held
+            for worker in self.workers.values():
+                worker.ended.clear()
         self._announce(dropped)
         return self._next_number
 
@@ -522,6 +531,7 @@ class Board:
         else:
             with self._lock:
                 self._end(closure, "done", ran)
+                self._done[closure] = self.num_held
                 self.num_held += 1
                 worker.num_closures += 1
             self._announce([closure])

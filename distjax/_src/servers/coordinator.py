@@ -33,12 +33,14 @@ from distjax._src.servers.cutting.description import CutDescription, describe_pl
 from distjax._src.servers.cutting.plans import Cutter
 from distjax._src.servers.engine import Engine, ThreadEngine
 from distjax._src.servers.per_worker import (
+    Cursor,
     DataEnded,
     Elements,
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerSource,
     PerWorkerValues,
+    Position,
     RemoteArray,
     draw_each,
     require_source,
@@ -419,7 +421,7 @@ class RemoteValue:
           TimeoutError: it is not available by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.
-          ServerLostError: a server is lost, or was restored before the closure had begun.
+          ServerLostError: its pushes were lost with a server.
           Exception: the error of the closure.
         """
         self._wait("fetch", timeout)
@@ -611,11 +613,13 @@ class Snapshot:
     Attributes:
       closures: how many closures it contains.
       servers: the state of each server.
+      positions: those in per-worker data, as long as their iterators are alive.
       strategy: the strategy of the servers, as long as it is alive.
     """
 
     closures: int
     servers: Sequence[ServerSnapshot]
+    positions: weakref.WeakKeyDictionary[Cursor, Position]
     strategy: weakref.ref[ParameterServerStrategy]
 
     @property
@@ -677,6 +681,7 @@ class Coordinator:
         )
         self._before = _add(server.report() for server in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
+        self._cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
         self._board.add_workers(strategy.num_workers)
         self._closing = weakref.finalize(self, self._board.close)
 
@@ -816,7 +821,9 @@ class Coordinator:
         is_there = at == "worker"
         open_data = strategy.engine.open_data if is_there else lambda worker, make: Elements(make)
         num_replicas = strategy.num_replicas_in_sync
-        return PerWorkerDataset(fn_or_dataset, self._board.worker_ids, num_replicas, open_data)
+        return PerWorkerDataset(
+            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._cursors
+        )
 
     # -- workers --------------------------------------------------------------
 
@@ -864,21 +871,25 @@ class Coordinator:
     def snapshot(self) -> Snapshot:
         """Returns a copy of the state of all servers, between two closures: see `paused`.
 
+        Includes the positions of iterators over per-worker datasets.
+
         Raises:
           ServerLostError: a server is lost.
         """
         self._require_ready("snapshot")
         with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
+            cursors = tuple(self._cursors)  # another thread may begin an iteration meanwhile
+            positions = weakref.WeakKeyDictionary((each, each.position()) for each in cursors)
             strategy = weakref.ref(self._strategy)
-            self._snapshot = Snapshot(self._board.num_held, servers, strategy)
+            self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
         return self._snapshot
 
     def restore(self, snapshot: Snapshot | None = None) -> int:
         """Restores all servers to a snapshot; returns how many closures it contains.
 
-        Closures in hand end first. Those in the queue get a `ServerLostError`; if any closure was
-        not over, the next `join` raises it, once.
+        The results of closures that it does not contain, including queued and running ones, become
+        a `ServerLostError`. If any was not over, the next `join` raises it, once.
 
         Args:
           snapshot: the snapshot; None: the latest.
@@ -903,10 +914,12 @@ class Coordinator:
         self._board.require_going("restore")
         is_any_lost = not self._board.is_empty()
         with self._board.paused(is_restore=True):
-            num_over = self._board.go_back(snapshot.closures, is_reported=is_any_lost)
+            num_over = self._board.undo(snapshot.closures, is_reported=is_any_lost)
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
+            for cursor, position in snapshot.positions.items():
+                cursor.restore(position)
         self._snapshot = snapshot
         return snapshot.closures
 

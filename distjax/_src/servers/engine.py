@@ -12,13 +12,13 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from distjax._src.placement import Topology
-from distjax._src.servers.per_worker import Argument, Elements
+from distjax._src.servers.per_worker import Argument, Elements, NumberedElements
 from distjax._src.servers.plan import (
     Executable,
     OnceEach,
@@ -137,7 +137,7 @@ class Engine(Protocol):
     def admit(self, plan: StepPlan) -> None:
         """Raises if workers or servers cannot run a plan; called before queueing."""
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
         """Returns the elements of the dataset ``make()``, made in the worker's process."""
         return Elements(make)
 

@@ -1,7 +1,9 @@
-"""Per-worker data: elements that workers draw for themselves.
+"""Per-worker data: elements that workers draw for themselves, by number.
 
-A dataset is read in this process, or in the worker's: see `Engine.open_data`. A `Cursor` draws from
-it, and has what was given back. A `PerWorkerIterator` has a cursor for each worker.
+A dataset is read in the process of the worker that draws, or in the coordinator's: `Elements` gives
+the element of a number there, if need be by making the dataset again. The coordinator counts: a
+`Cursor` says which number comes next, and has what was given back. A `PerWorkerIterator` has a
+cursor for each worker.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from distjax._src.data.options import InputContext
+from distjax._src.data.reader import drop
 from distjax._src.placement import without_alias
 from distjax._src.typing import DTypeLike, PyTree
 from distjax.errors import describe_value, require
 
-# -- drawing from several sources ---------------------------------------------
+# -- the elements of one dataset ----------------------------------------------
 
 
 class DataEnded(Exception):
@@ -54,29 +58,68 @@ def draw_each(asked: Iterable[tuple[PerWorkerSource, int]]) -> list[Any]:
     return [value for _, _, value in drawn]
 
 
-# -- the elements of one dataset ----------------------------------------------
+class NumberedElements(Protocol):
+    """The elements of one dataset, by number, wherever it is read; `Elements` reads it here."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns an element; raises DataEnded if there are not so many."""
+        ...
 
 
-class Elements(Iterator[Any]):
-    """The elements of the dataset ``make()``, which is made when the first one is needed."""
+class Elements(NumberedElements):
+    """The elements of a dataset that is read in this process.
+
+    Args:
+      make: makes the dataset: at the first element, and to read an earlier one again.
+    """
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self._make = make
-        self._source: Iterator[Any] | None = None
+        self._source: Iterator[Any] = iter(())
+        self._next = -1  # the number of the source's next element; -1: it is not made yet
 
-    def __next__(self) -> Any:
-        if self._source is None:
-            self._source = iter(self._make())
+    def __getitem__(self, index: int) -> Any:
+        if index != self._next:
+            self._seek(index)
+        try:
+            element = next(self._source)
+        except StopIteration:
+            raise DataEnded from None
+        self._next += 1
         # The source may refill its memory while a program still reads this.
-        return jax.tree.map(without_alias, next(self._source))
+        return jax.tree.map(without_alias, element)
+
+    def _seek(self, index: int) -> None:
+        """Makes the dataset, and goes to an element of it; raises a ValueError if it can't again.
+
+        Some datasets are too short then, or can be read only once.
+        """
+        source = iter(self._make())
+        require(
+            source is not self._source,
+            f"a restore needs per-worker data that can be read again, up to element {index}",
+            got="one that is its own iterator",
+            why="what it has given is gone",
+            fix="pass a list, a class with __iter__, or a function that makes the iterator",
+        )
+        drop(enumerate(source), index, "per-worker data needs a dataset")
+        self._source, self._next = source, index
+
+
+class Position(NamedTuple):
+    """How far a dataset has been drawn; `returned` were made and not used, the next one last."""
+
+    num_read: int
+    returned: tuple[Any, ...]
 
 
 class Cursor:
-    """Draws elements for one or several workers: each element goes to one of them."""
+    """Draws the elements of a dataset for one or several workers: each goes to one of them."""
 
-    def __init__(self, elements: Iterator[Any]):
+    def __init__(self, elements: NumberedElements):
         self._elements = elements
-        self._lock = threading.Lock()  # held while an element is made
+        self._lock = threading.RLock()  # held while an element is made, whose maker may call us
+        self._num_read = 0
         self._returned: list[Any] = []
 
     def draw(self) -> Any:
@@ -84,15 +127,24 @@ class Cursor:
         with self._lock:
             if self._returned:
                 return self._returned.pop()
-            try:
-                return next(self._elements)
-            except StopIteration:
-                raise DataEnded from None
+            element = self._elements[self._num_read]
+            self._num_read += 1
+            return element
 
     def give_back(self, element: PyTree) -> None:
         """Makes an element the next one again."""
         with self._lock:
             self._returned.append(element)
+
+    def position(self) -> Position:
+        """Returns the position in the dataset."""
+        with self._lock:
+            return Position(self._num_read, tuple(self._returned))
+
+    def restore(self, position: Position) -> None:
+        """Goes back to `position`."""
+        with self._lock:
+            self._num_read, self._returned = position.num_read, list(position.returned)
 
 
 # -- arrays that stay in the process of the worker that drew them -------------
@@ -244,6 +296,7 @@ class PerWorkerDataset:
       workers: returns the ids of the current workers.
       num_replicas: how many replicas each worker has.
       open_data: (worker, make) -> elements; called for each worker, if the source is a function.
+      cursors: to which those of each new iterator are added.
     """
 
     def __init__(
@@ -251,12 +304,14 @@ class PerWorkerDataset:
         source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
         workers: Callable[[], list[int]],
         num_replicas: int,
-        open_data: Callable[[int, Callable[[], Iterable[Any]]], Iterator[Any]],
+        open_data: Callable[[int, Callable[[], Iterable[Any]]], NumberedElements],
+        cursors: weakref.WeakSet[Cursor],
     ):
         self._source = source
         self._workers = workers
         self._num_replicas = num_replicas
         self._open_data = open_data
+        self._cursors = cursors
 
     def __repr__(self) -> str:
         return f"PerWorkerDataset(num_workers={len(self._workers())})"
@@ -271,6 +326,7 @@ class PerWorkerDataset:
                 context = InputContext(len(workers), number, self._num_replicas)
                 make = functools.partial(source, context)
                 cursors[worker] = Cursor(self._open_data(worker, make))
+        self._cursors.update(cursors.values())
         return PerWorkerIterator(cursors)
 
 

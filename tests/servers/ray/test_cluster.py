@@ -6,16 +6,18 @@ import pathlib
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import psutil
 import pytest
+from jax import export
 
 import distjax as dj
 from distjax._src.context import ProgramModes
 from distjax._src.servers.on_ray import actors
 from distjax._src.servers.on_ray import engine as processes
-from distjax._src.servers.on_ray.actors import Order, WorkerActor
-from distjax.errors import ClusterError, ServerLostError
+from distjax._src.servers.on_ray.actors import Order, StableFunction, WorkerActor
+from distjax.errors import ClusterError, ServerLostError, UnsupportedError
 from tests.faults.four_parts import is_explained
 from tests.processes.jobs import run_job
 from tests.servers.ray.conftest import make_engine
@@ -159,6 +161,15 @@ def test_wrong_options_are_refused(cluster):
     engine = make_engine(worker_resources={"gpus": 1})
     with pytest.raises(ValueError, match="gpus"):  # by Ray
         dj.ParameterServerStrategy(workers=1, engine=engine)
+
+
+def test_a_callback_is_refused_where_a_program_is_read_too():
+    name = "xla_ffi_python_cpu_callback"
+    call = lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((), x.dtype))(x)
+    allowed = [export.DisabledSafetyCheck.custom_call(name)]
+    exported = export.export(jax.jit(call), disabled_checks=allowed)(jnp.float32(1))
+    with pytest.raises(UnsupportedError, match="(?s)^a program that is shipped.*python_cpu_callb"):
+        StableFunction(bytes(exported.serialize()))(jnp.float32(1))
 
 
 def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):

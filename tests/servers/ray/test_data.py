@@ -63,14 +63,18 @@ def was_there(value):
 def test_each_element_is_used_once_whatever_processes_are_killed(coordinator, step, total):
     rng, killed = random.Random(0), []
     iterator = iter(coordinator.create_per_worker_dataset(elements))
-    values = []
-    for i in range(NUM_ELEMENTS + 2):
-        values.append(coordinator.schedule(step, (iterator,)))
-        if i == 12:
-            kill_a_worker(coordinator, rng, killed)
-    coordinator.join()
-    assert [was_there(value) for value in values].count(False) == 2
-    assert float(total.value) == sum(range(NUM_ELEMENTS))
+    coordinator.snapshot()
+    for _ in range(2):
+        values = []
+        for i in range(NUM_ELEMENTS + 2):
+            values.append(coordinator.schedule(step, (iterator,)))
+            if i == 12:
+                kill_a_worker(coordinator, rng, killed)
+        coordinator.join()
+        assert [was_there(value) for value in values].count(False) == 2
+        assert float(total.value) == sum(range(NUM_ELEMENTS))
+        coordinator.restore()
+        assert float(total.value) == 0
     assert killed
 
 
@@ -186,7 +190,7 @@ def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
     elements = RemoteElements(FakeEngine(), 0, 7, lambda: [])
     elements._pickled = b"a function of a module that is not installed there"
     with pytest.raises(pickle.UnpicklingError):
-        next(elements)
+        elements[0]
 
 
 def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
@@ -200,7 +204,7 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
     monkeypatch.setattr(ray, "get", get)
     engine = FakeEngine()
     with pytest.raises(WorkerDied, match="killed") as caught:
-        next(RemoteElements(engine, 0, 7, lambda: []))
+        RemoteElements(engine, 0, 7, lambda: [])[0]
     assert caught.value.has_begun and len(engine.deaths) == 3
 
 

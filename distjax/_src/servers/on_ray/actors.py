@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from distjax._src.context import ProgramModes
 from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
 from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
-from distjax._src.servers.per_worker import DataEnded, RemoteArray
+from distjax._src.servers.per_worker import Elements, RemoteArray
 from distjax._src.servers.plan import (
     Executable,
     OnceEach,
@@ -38,7 +38,7 @@ from distjax._src.servers.plan import (
 )
 from distjax._src.servers.server import Answer, PushKey, Server, lost_error
 from distjax._src.typing import PyTree
-from distjax.errors import UnsupportedError, message
+from distjax.errors import UnsupportedError, message, require
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -76,7 +76,7 @@ class WorkerActor:
         self._home = home_of(jax.local_devices()[:num_replicas], axis_name)
         self._device = self._home.devices[0]
         self._plans: dict[int, StepPlan] = {}
-        self._datasets: dict[int, _Dataset] = {}  # the one that was drawn from last at the end
+        self._datasets: dict[int, Elements] = {}  # the one that was drawn from last at the end
         self.set_servers(())
         #: By closure, from `begin` to the last `push`.
         self._attempts: dict[int, tuple[Attempt, Generator[Stage]]] = {}
@@ -103,11 +103,11 @@ class WorkerActor:
         from ray import cloudpickle
 
         try:
-            found = self._datasets.pop(dataset, None) or _Dataset(cloudpickle.loads(pickled))
+            found = self._datasets.pop(dataset, None) or Elements(cloudpickle.loads(pickled))
             self._datasets[dataset] = found
             for other in list(self._datasets)[:-_MOST_DATASETS]:
                 del self._datasets[other]
-            element = jax.tree.map(_on_host, found.read(index))
+            element = jax.tree.map(_on_host, found[index])
         except SystemExit as error:  # Ray takes it as an order to end the process
             raise RuntimeError(f"per-worker data raised {error!r}") from error
         arrays = [x for x in jax.tree.leaves(element) if isinstance(x, np.ndarray)]
@@ -141,22 +141,6 @@ class WorkerActor:
                 self._attempts[order.closure] = attempt, stages
                 return None
             return Done(to_wire(attempt.results), attempt.versions)
-
-
-class _Dataset:
-    """A dataset that is read in this process; one that is not at an element is made again."""
-
-    def __init__(self, make: Callable[[], Iterable[Any]]):
-        self._make, self._source, self._next = make, iter(()), -1
-
-    def read(self, index: int) -> Any:
-        """Returns the element of a number; raises DataEnded if there are not so many."""
-        if index != self._next:
-            self._source, self._next = itertools.islice(self._make(), index, None), index
-        for element in self._source:
-            self._next += 1
-            return element
-        raise DataEnded
 
 
 def _on_host(leaf: PyTree) -> Any:
@@ -419,10 +403,24 @@ class StableFunction:
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if self._exported is None:
             self._exported = export.deserialize(bytearray(self._blob))
+            _require_no_callback(self._exported)
         return tuple(self._exported.call(*arrays))
 
     def __reduce__(self) -> tuple[type[StableFunction], tuple[bytes]]:
         return StableFunction, (self._blob,)
+
+
+def _require_no_callback(exported: export.Exported) -> None:
+    """Raises if a received program would call Python, whatever its sender has checked."""
+    found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
+    require(
+        found is None,
+        "a program that is shipped needs to be all StableHLO",
+        got=f"one that calls {found and found[1]}",
+        why="it would call Python by an address of another process",
+        fix="schedule steps by dj.Coordinator, which ships none of that kind",
+        error=UnsupportedError,
+    )
 
 
 def export_plan(

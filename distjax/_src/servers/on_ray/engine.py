@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,7 +44,7 @@ from distjax._src.servers.on_ray.actors import (
     start_actor,
     to_wire,
 )
-from distjax._src.servers.per_worker import DataEnded, RemoteArray
+from distjax._src.servers.per_worker import NumberedElements, RemoteArray
 from distjax._src.servers.plan import StepPlan, count_writes
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot, lost_error
 from distjax._src.typing import ArrayLike, PyTree
@@ -156,7 +156,7 @@ class RayEngine(Engine):
                 shipped = ray.put(export_plan(plan, self._replicas, platforms, at_servers))
                 self._plans[plan] = next(self._numbers), shipped
 
-    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
         return RemoteElements(self, worker, next(self._numbers), make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
@@ -390,11 +390,8 @@ class Sent:
 # -- per-worker data ----------------------------------------------------------
 
 
-class RemoteElements(Iterator[Any]):
-    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep.
-
-    They are asked for by number, so a new process goes on where the former one was.
-    """
+class RemoteElements(NumberedElements):
+    """The elements of a dataset that a worker's process reads; their arrays are Ray's to keep."""
 
     def __init__(
         self, engine: RayEngine, worker: int, number: int, make: Callable[[], Iterable[Any]]
@@ -414,14 +411,9 @@ class RemoteElements(Iterator[Any]):
                 )
             ) from error
         self._engine, self._worker, self._number = engine, worker, number
-        self._next = 0  # the number of the next element
 
-    def __next__(self) -> Any:
-        try:
-            described, arrays = self._draw(self._next)
-        except DataEnded:
-            raise StopIteration from None
-        self._next += 1
+    def __getitem__(self, index: int) -> Any:
+        described, arrays = self._draw(index)
         numbers = itertools.count()
 
         def as_array(leaf: PyTree) -> Any:

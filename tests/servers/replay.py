@@ -15,8 +15,8 @@ class Record:
     """What servers applied.
 
     Attributes:
-      applied: by server: by version: (closure, attempt).
-      pulled: by closure and attempt: by server: the version pulled.
+      applied: by server: by version: the closure.
+      pulled: by closure: by server: the version pulled by the attempt whose push was applied.
     """
 
     def __init__(self, servers):
@@ -27,10 +27,10 @@ class Record:
 
     def _watched(self, number, push):
         def watched(key, *args, pulled, **options):
-            closure, _, attempt = key
-            self.pulled.setdefault((closure, attempt), {})[number] = pulled
+            closure, _ = key
+            self.pulled.setdefault(closure, {}).setdefault(number, pulled)
             answer = push(key, *args, pulled=pulled, **options)
-            self.applied[number].setdefault(answer.version, (closure, attempt))
+            self.applied[number].setdefault(answer.version, closure)
             return answer
 
         return watched
@@ -74,8 +74,8 @@ def replay(plan, record, xs, first):
     while num_left:
         before = num_left
         for server, mine in enumerate(values):
-            closure, attempt = record.applied[server].get(len(mine), (None, None))
-            pulled = record.pulled.get((closure, attempt), {})
+            closure = record.applied[server].get(len(mine))
+            pulled = record.pulled.get(closure, {})
             if closure is None or any(len(values[s]) <= v for s, v in pulled.items()):
                 continue  # it has pulled what is not replayed yet
             snapshot = [values[s][pulled[s]] for s in range(len(values))]

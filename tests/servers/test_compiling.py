@@ -224,10 +224,10 @@ def test_ray_workers_compile_before_they_pull(size, monkeypatch):
             server.ask("create", (key, value), None)
         worker = actors.WorkerActor(1, "replica")
         worker.set_servers([Handle(server, watch)])
-        worker.add_plan(0, shipped, ())
+        worker.add_plan(0, shipped)
         modes = ProgramModes.of_this_thread()
         for closure in range(3):
-            done = worker.run(wire.Order(0, closure, 1, arrays, modes))
+            done = worker.run(wire.Order(0, closure, arrays, modes))
             watch.end()
     assert isinstance(done, wire.Done)
     assert watch.num_programs > 0

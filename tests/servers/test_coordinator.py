@@ -366,6 +366,16 @@ def test_a_snapshot_of_another_strategy_is_refused_before_anything_is_undone():
         assert value.fetch() is None and value.version == (1, 1)
 
 
+def test_a_restore_undoes_nothing_of_a_coordinator_before():
+    strategy = make_two()
+    with Coordinator(strategy) as coordinator:
+        value = coordinator.schedule(two_counters(), one(1))
+    with Coordinator(strategy) as coordinator:
+        coordinator.snapshot()
+        coordinator.restore()
+    assert value.fetch() is None and value.version == (1, 1)
+
+
 def test_restore_with_closures_in_flight():
     """They end first, and are undone; the next join raises once."""
     held = Held("before_push", closures={1, 2})
@@ -517,10 +527,10 @@ def test_a_snapshot_keeps_no_iterator_alive(collect_garbage):
         dataset = coordinator.create_per_worker_dataset([np.float32(1)])
         iterator = iter(dataset)
         snapshot = coordinator.snapshot()
-        assert list(snapshot.positions) == list(coordinator._iterators) == [iterator]
+        assert len(snapshot.positions) == len(coordinator._cursors) == 1
         del iterator
         collect_garbage()
-        assert not snapshot.positions and not coordinator._iterators
+        assert not snapshot.positions and not coordinator._cursors
         coordinator.restore(snapshot)
 
 
@@ -562,7 +572,8 @@ def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
         coordinator.schedule(step, (iterator,)).get()
         coordinator.snapshot()
         waiters = coordinator._board.waiters
-        wait_until, put_back = waiters.wait_until, iterator.restore
+        cursor = iterator._cursors[0]
+        wait_until, put_back = waiters.wait_until, cursor.restore
 
         def wait_as_seen(is_so, timeout=None):
             if threading.current_thread().name == "restoring" and not is_so():
@@ -570,7 +581,7 @@ def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
             return wait_until(is_so, timeout)
 
         monkeypatch.setattr(waiters, "wait_until", wait_as_seen)
-        monkeypatch.setattr(iterator, "restore", lambda p: (put_back(p), go_on.set()))
+        monkeypatch.setattr(cursor, "restore", lambda p: (put_back(p), go_on.set()))
         monkeypatch.setattr(iterator, "draw", draw_late)
         lost = coordinator.schedule(step, (iterator,))
         assert is_drawing.wait(60)

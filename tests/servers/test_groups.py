@@ -198,11 +198,11 @@ def test_asynchronous_groups_equal_their_replay_while_workers_die(seed):
     of_closure = dict(zip(numbers, batches, strict=True))
     home, compiled = engine._homes[0], OnceEach()
     for version in range(before + 1, server.version + 1):
-        closure, attempt = record.applied[0][version]
+        closure = record.applied[0][version]
         plan, arrays = strategy.cut_step(training.step, of_closure[closure], None)
-        task = Task(closure, attempt, plan, arrays)
+        task = Task(closure, plan, arrays)
         again = Attempt(task, history, home, compiled)
-        history.pulled = record.pulled[closure, attempt][0] - before
+        history.pulled = record.pulled[closure][0] - before
         assert len(list(again.run())) == 1
     final = server.snapshot().values
     assert len(history.values) == 26

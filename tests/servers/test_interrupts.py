@@ -103,17 +103,6 @@ def test_a_close_that_a_signal_ends_can_be_called_again(monkeypatch):
         assert all(worker.has_ended for worker in coordinator._board.workers.values())
 
 
-def test_a_worker_that_has_no_thread_is_not_waited_for(monkeypatch):
-    def raise_interrupt(thread):
-        raise KeyboardInterrupt
-
-    coordinator = Coordinator(make(workers=1))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Thread, "start", raise_interrupt)
-        coordinator.add_workers(1)
-    assert ends(coordinator.close)
-
-
 def test_a_schedule_that_waits_while_the_coordinator_is_closed_raises():
     strategy = make(workers=1)
     for _ in range(20):

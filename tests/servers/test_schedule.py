@@ -166,11 +166,6 @@ def test_what_jax_checks_is_that_of_the_call_of_schedule_and_a_failed_push_chang
         with pytest.raises(FloatingPointError):
             coordinator.join()
         np.testing.assert_array_equal(v.value, np.ones(3))
-        with jax.transfer_guard("disallow"):
-            coordinator.schedule(step, args=(np.float32(1),))
-        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-            coordinator.join()
-        np.testing.assert_array_equal(v.value, np.ones(3))
         coordinator.schedule(step, args=(np.float32(-1),))
     assert np.isnan(v.value).all()
 

@@ -1,7 +1,5 @@
 """A server applies each push once, whoever comes again, and keeps no record for ever."""
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +31,8 @@ def make_server(value=0.0):
     return server
 
 
-def push(server, closure, stage=0, attempt=1, x=1.0, **options):
-    return server.push((closure, stage, attempt), ADD, [jnp.float32(x)], **options)
+def push(server, closure, stage=0, x=1.0, **options):
+    return server.push((closure, stage), ADD, [jnp.float32(x)], **options)
 
 
 def total(server):
@@ -44,26 +42,25 @@ def total(server):
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, 1), st.integers(1, 3), st.booleans()),
+        st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()),
         max_size=25,
     )
 )
 def test_any_sequence_of_pushes_applies_each_closure_and_stage_once(calls):
     """Beside a model that remembers everything."""
-    server, applied, latest, done = make_server(), {}, collections.Counter(), set()
-    for closure, stage, attempt, is_end in calls:
+    server, applied, done = make_server(), {}, set()
+    for closure, stage, is_end in calls:
         if is_end:
             server.mark_done(closure)
             done.add(closure)
-        elif closure in done or attempt < latest[closure]:
+        elif closure in done:
             with pytest.raises(RefusedPush):
-                push(server, closure, stage, attempt)
+                push(server, closure, stage)
         else:
-            latest[closure] = attempt
             is_new = (closure, stage) not in applied
             if is_new:
                 applied[closure, stage] = len(applied) + 1
-            answer = push(server, closure, stage, attempt)
+            answer = push(server, closure, stage)
             assert float(answer.arrays[0]) == applied[closure, stage] == answer.version
     assert total(server) == len(applied) == server.version
     assert server.report().num_kept <= 5
@@ -72,15 +69,12 @@ def test_any_sequence_of_pushes_applies_each_closure_and_stage_once(calls):
     assert server.report().num_kept == 0
 
 
-def test_a_zombie_is_refused_once_its_closure_is_tried_again_or_done():
+def test_a_zombie_is_refused_once_its_closure_is_done():
     server = make_server()
-    push(server, 0, stage=0, attempt=1)
-    push(server, 0, stage=0, attempt=2)
-    with pytest.raises(RefusedPush, match="closure 0 has been tried again since attempt 1"):
-        push(server, 0, stage=1, attempt=1)
+    push(server, 0, stage=0)
     server.mark_done(0)
     with pytest.raises(RefusedPush, match="closure 0 is done"):
-        push(server, 0, stage=1, attempt=2)
+        push(server, 0, stage=1)
     assert total(server) == 1
 
 
@@ -119,7 +113,7 @@ def test_a_value_that_nobody_holds_is_replaced_in_its_memory():
     server = Server(0, jax.devices()[0])
     server.create("total", np.zeros(1000, np.float32))
     add = to_total(lambda total, x: (total + x,), shape=(1000,))
-    push_it = lambda i: server.push((i, 0, 1), add, [jnp.float32(1)])
+    push_it = lambda i: server.push((i, 0), add, [jnp.float32(1)])
     before = server._values["total"]
     push_it(0)
     assert before.is_deleted()
@@ -135,7 +129,7 @@ def test_what_a_user_gives_or_gets_is_a_copy():
     server.create("total", given_value)
     _, (read,) = server.read(["total"])
     assert server.write({"total": read}) == 1
-    server.push((0, 0, 1), to_total(lambda total, x: (total + x,), shape=(3,)), [jnp.float32(1)])
+    server.push((0, 0), to_total(lambda total, x: (total + x,), shape=(3,)), [jnp.float32(1)])
     np.testing.assert_array_equal(given_value, read)
     np.testing.assert_array_equal(server.read(["total"])[1][0], np.arange(3.0) + 1)
 
@@ -148,9 +142,9 @@ def test_an_update_whose_callback_raises_changes_nothing():
     bad = to_total(lambda total, x: (total + jax.pure_callback(fail, shape, x),))
     server = make_server(3.0)
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        server.push((0, 0, 1), bad, [jnp.float32(1)])
+        server.push((0, 0), bad, [jnp.float32(1)])
     assert total(server) == 3 and server.version == 0
-    push(server, 0, attempt=2)
+    push(server, 0)
     assert total(server) == 4
 
 

@@ -13,7 +13,6 @@ from distjax._src.context.frames import (
     has_strategy,
     in_cross_replica_context,
     mixing_text,
-    modes_of_this_thread,
     other_call_text,
     require_strategy,
     set_strategy,

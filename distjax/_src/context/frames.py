@@ -510,9 +510,6 @@ _CONTEXTS: Mapping[str, Callable[[Any], contextlib.AbstractContextManager[Any]]]
     "jax_threefry_partitionable": jax.threefry_partitionable,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
-    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
-    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
-    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
     "jax_default_device": jax.default_device,
 }
 _NAMES = tuple(_CONTEXTS)
@@ -520,8 +517,6 @@ _NAMES = tuple(_CONTEXTS)
 _OF_VALUES = _NAMES[:5]
 #: Modes that matter wherever a program runs: those that change values or check results.
 _OF_PROGRAMS = _NAMES[:7]
-#: The same within this process, plus the guards on transfers that the user can observe.
-_OF_CALLS = _NAMES[:10]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -562,11 +557,3 @@ def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
             yield
 
     return enter_settings
-
-
-def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a context factory with this thread's JAX modes for calling programs.
-
-    For example those set by `jax.debug_nans` and `jax.transfer_guard`.
-    """
-    return ProgramModes.of_this_thread(_OF_CALLS)

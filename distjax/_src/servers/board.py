@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from distjax._src.context import modes_of_this_thread, settings_of_this_thread
+from distjax._src.context import ProgramModes, settings_of_this_thread
 from distjax._src.interrupts import Waiters, interrupts
 from distjax._src.program.functions import FunctionCache
 from distjax._src.servers.engine import Engine, Ran, Running, Task, WorkerDied
@@ -70,7 +70,6 @@ class Closure:
       is_retried: whether it has lost a worker; servers may have pushes of it.
       error: the error that `fetch` raises.
       versions: of the servers; None until it is done.
-      position: how many closures the servers had before it.
       is_reported: whether `join` raises its error too.
       modes: sets a thread to the JAX modes in effect where it was scheduled.
     """
@@ -88,12 +87,11 @@ class Closure:
         self.state: State = "queued"
         self.sources = tuple(sources)
         self.is_reported = is_reported
-        self.modes = modes_of_this_thread()
+        self.modes = ProgramModes.of_this_thread()
         self.attempts: list[str] = []
         self.is_retried = False
         self.error: BaseException | None = None
         self.versions: tuple[int, ...] | None = None
-        self.position: int | None = None
         self._call: Call | Callable[[dict[PerWorkerSource, Any]], Call] | None = call
         self._outcome: tuple[StepPlan, tuple[jax.Array, ...]] | None = None
 
@@ -127,21 +125,17 @@ class Closure:
         """Returns the next attempt."""
         call = self._call
         assert isinstance(call, Call), "it has been prepared"
-        return Task(self.number, len(self.attempts) + 1, call.plan, call.arrays)
+        return Task(self.number, call.plan, call.arrays)
 
     def end(self, state: State, ran: Ran | None, error: BaseException | None) -> None:
         """Records the outcome, and releases the arguments."""
         self.error, call = error, self._call
         self._call, self.sources = None, ()
+        self._outcome = self.versions = None  # it had some if it is undone
         if ran is not None and isinstance(call, Call):
             self.versions = ran.versions
             self._outcome = (call.plan, ran.results)
         self.state = state
-
-    def undo(self, error: BaseException) -> None:
-        """Revokes the result: the servers no longer have its pushes."""
-        self.error, self._outcome, self.versions = error, None, None
-        self.state = "failed"
 
     def result(self) -> Any:
         """Returns the result of the step, or raises the reason why there is none."""
@@ -254,9 +248,7 @@ class Board:
         self.running: dict[Closure, Worker] = {}
         self.is_closed = True
         self._lock = threading.Lock()
-        self._choosing = threading.Lock()  # or two threads could remove one worker, or all
         self._next_number = 0  # of closures; servers know them by it, so none is used again
-        self._done: weakref.WeakSet[Closure] = weakref.WeakSet()  # results may be requested
         self._errors: list[BaseException] = []
         self._begin_anew(1)
 
@@ -264,6 +256,8 @@ class Board:
         self.workers: dict[int, Worker] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.num_held = 0
+        #: Those whose results may be asked for: how many closures the servers had before them.
+        self._done = weakref.WeakKeyDictionary[Closure, int]()
         self.started = time.monotonic()
         self.iterators_of = FunctionCache(lambda resolve: weakref.WeakSet[object]())
         self._queue_size = queue_size
@@ -359,9 +353,9 @@ class Board:
         with self._lock:
             dropped = self._drop_queue(error)
             self._errors += [error] if is_reported else []
-            for closure in self._done:
-                if closure.position is not None and closure.position >= num_held:
-                    closure.undo(error)
+            for closure, position in self._done.items():
+                if position >= num_held:
+                    closure.end("failed", None, error)
             self.num_held = num_held
             for worker in self.workers.values():
                 worker.ended.clear()
@@ -452,23 +446,19 @@ class Board:
             name = f"distjax-worker-{number}"
             args = self, worker, settings
             worker.thread = threading.Thread(target=work, args=args, name=name, daemon=True)
-            with interrupts.held():
+            with interrupts.held():  # a worker without a thread would be waited for
                 self.workers[number] = worker
-                try:
-                    worker.thread.start()
-                except BaseException:  # a worker without a thread would be waited for
-                    del self.workers[number]
-                    raise
+                worker.thread.start()
             ids.append(number)
         return ids
 
     def remove_workers(self, choose: Callable[[list[int]], Sequence[int]]) -> None:
         """Ends workers after the closures they have in hand, and waits until they have ended."""
-        with self._choosing:
+        with self._lock:  # or two threads could remove one worker, or all
             workers = [self.workers[number] for number in choose(self.worker_ids())]
             for worker in workers:
                 worker.is_removed = True
-            self.end_starved()
+        self.end_starved()
         self.waiters.wait_until(lambda: all(worker.has_ended for worker in workers))
         for worker in workers:
             del self.workers[worker.number]
@@ -541,9 +531,8 @@ class Board:
         else:
             with self._lock:
                 self._end(closure, "done", ran)
-                closure.position = self.num_held
+                self._done[closure] = self.num_held
                 self.num_held += 1
-                self._done.add(closure)
                 worker.num_closures += 1
             self._announce([closure])
 

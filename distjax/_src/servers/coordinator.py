@@ -33,7 +33,9 @@ from distjax._src.servers.cutting.description import CutDescription, describe_pl
 from distjax._src.servers.cutting.plans import Cutter
 from distjax._src.servers.engine import Engine, ThreadEngine
 from distjax._src.servers.per_worker import (
+    Cursor,
     DataEnded,
+    Elements,
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerSource,
@@ -611,13 +613,13 @@ class Snapshot:
     Attributes:
       closures: how many closures it contains.
       servers: the state of each server.
-      positions: the positions of iterators over per-worker data, as long as they are alive.
+      positions: those in per-worker data, as long as their iterators are alive.
       strategy: the strategy of the servers, as long as it is alive.
     """
 
     closures: int
     servers: Sequence[ServerSnapshot]
-    positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
+    positions: weakref.WeakKeyDictionary[Cursor, Position]
     strategy: weakref.ref[ParameterServerStrategy]
 
     @property
@@ -679,7 +681,7 @@ class Coordinator:
         )
         self._before = _add(server.report() for server in strategy.engine.servers)
         self._snapshot: Snapshot | None = None
-        self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
+        self._cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
         self._board.add_workers(strategy.num_workers)
         self._closing = weakref.finalize(self, self._board.close)
 
@@ -804,12 +806,11 @@ class Coordinator:
 
         Args:
           fn_or_dataset: a function of an `InputContext` (pipeline number and count), called
-            for each worker present when an iteration begins; or a dataset, whose elements
-            go to whichever worker asks next.
+            for each worker present when an iteration begins, once it needs its first element; or
+            a dataset, whose elements go to whichever worker asks next.
           at: where the function is called. "worker": where the worker is (in its process, on
-            `RayEngine`: it is pickled, and must give the same elements each time), when it needs
-            its first element; "coordinator": here, when the iteration begins. A dataset is
-            always read here.
+            `RayEngine`: it is pickled, and must give the same elements each time); "coordinator":
+            in this process, where a dataset is always read.
 
         Raises:
           TypeError, ValueError: invalid arguments.
@@ -817,10 +818,11 @@ class Coordinator:
         self._require_ready("create_per_worker_dataset", waits=False)
         require_source(fn_or_dataset, at)
         strategy = self._strategy
-        open_data = strategy.engine.open_data if at == "worker" else None
+        is_there = at == "worker"
+        open_data = strategy.engine.open_data if is_there else lambda worker, make: Elements(make)
         num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(
-            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._iterators
+            fn_or_dataset, self._board.worker_ids, num_replicas, open_data, self._cursors
         )
 
     # -- workers --------------------------------------------------------------
@@ -877,8 +879,8 @@ class Coordinator:
         self._require_ready("snapshot")
         with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
-            iterators = tuple(self._iterators)  # another thread may begin an iteration meanwhile
-            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in iterators)
+            cursors = tuple(self._cursors)  # another thread may begin an iteration meanwhile
+            positions = weakref.WeakKeyDictionary((each, each.position()) for each in cursors)
             strategy = weakref.ref(self._strategy)
             self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
         return self._snapshot
@@ -916,8 +918,8 @@ class Coordinator:
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
-            for iterator, positions in snapshot.positions.items():
-                iterator.restore(positions)
+            for cursor, position in snapshot.positions.items():
+                cursor.restore(position)
         self._snapshot = snapshot
         return snapshot.closures
 

@@ -57,13 +57,11 @@ class Task:
 
     Attributes:
       closure: its number.
-      attempt: 1, 2, ...
       plan: the plan to run.
       arrays: the flat arguments; a `RemoteArray` where a worker has drawn and kept it.
     """
 
     closure: int
-    attempt: int
     plan: StepPlan
     arrays: Sequence[Argument]
 
@@ -459,7 +457,7 @@ class _NearServers:
         return {k: self._servers[k].pull(keys, self._home) for k, keys in wanted.items()}
 
     def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
-        key = self._task.closure, stage, self._task.attempt
+        key = self._task.closure, stage
         before = lambda: self._ask("server")
         return [
             self._servers[push.server].push(key, push, arrays, pulled=pulled, before=before)

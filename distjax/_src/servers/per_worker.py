@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -75,18 +75,12 @@ class Elements(NumberedElements):
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self._make = make
-        self._source: Any = None
-        self._next = 0  # the number of the source's next element
-
-    def open(self) -> None:
-        """Makes the dataset now."""
-        if self._source is None:
-            self._source = iter(self._make())
+        self._source: Iterator[Any] = iter(())
+        self._next = -1  # the number of the source's next element; -1: it is not made yet
 
     def __getitem__(self, index: int) -> Any:
         if index != self._next:
             self._seek(index)
-        self.open()
         try:
             element = next(self._source)
         except StopIteration:
@@ -96,7 +90,7 @@ class Elements(NumberedElements):
         return jax.tree.map(without_alias, element)
 
     def _seek(self, index: int) -> None:
-        """Makes the dataset again, and goes to an element of it; raises a ValueError if it can't.
+        """Makes the dataset, and goes to an element of it; raises a ValueError if it can't again.
 
         Some datasets are too short then, or can be read only once.
         """
@@ -290,19 +284,6 @@ class PerWorkerIterator:
         """Makes an element the worker's next one again."""
         self._cursors[worker].give_back(value)
 
-    def positions(self) -> list[Position]:
-        """Returns the position of each cursor."""
-        return [cursor.position() for cursor in dict.fromkeys(self._cursors.values())]
-
-    def restore(self, positions: Sequence[Position]) -> None:
-        """Restores each cursor to its position."""
-        for cursor, position in zip(dict.fromkeys(self._cursors.values()), positions, strict=True):
-            cursor.restore(position)
-
-
-#: See `Engine.open_data`.
-OpenData = Callable[[int, Callable[[], Iterable[Any]]], NumberedElements]
-
 
 class PerWorkerDataset:
     """A dataset from which each worker draws its own elements: see `Coordinator`.
@@ -314,9 +295,8 @@ class PerWorkerDataset:
         go to whichever worker asks next.
       workers: returns the ids of the current workers.
       num_replicas: how many replicas each worker has.
-      open_data: (worker, make) -> elements, where the worker is; they are made when it needs the
-        first one. None: the dataset is made here, when an iteration begins.
-      iterators: to which each new iterator is added.
+      open_data: (worker, make) -> elements; called for each worker, if the source is a function.
+      cursors: to which those of each new iterator are added.
     """
 
     def __init__(
@@ -324,14 +304,14 @@ class PerWorkerDataset:
         source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
         workers: Callable[[], list[int]],
         num_replicas: int,
-        open_data: OpenData | None,
-        iterators: weakref.WeakSet[PerWorkerIterator],
+        open_data: Callable[[int, Callable[[], Iterable[Any]]], NumberedElements],
+        cursors: weakref.WeakSet[Cursor],
     ):
         self._source = source
         self._workers = workers
         self._num_replicas = num_replicas
         self._open_data = open_data
-        self._iterators = iterators
+        self._cursors = cursors
 
     def __repr__(self) -> str:
         return f"PerWorkerDataset(num_workers={len(self._workers())})"
@@ -339,23 +319,15 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
         if isinstance(source, Iterable):
-            cursors = dict.fromkeys(workers, Cursor(_opened(lambda: source)))
+            cursors = dict.fromkeys(workers, Cursor(Elements(lambda: source)))
         else:
             cursors: dict[int, Cursor] = {}
             for number, worker in enumerate(workers):
                 context = InputContext(len(workers), number, self._num_replicas)
                 make = functools.partial(source, context)
-                opens = self._open_data
-                cursors[worker] = Cursor(_opened(make) if opens is None else opens(worker, make))
-        iterator = PerWorkerIterator(cursors)
-        self._iterators.add(iterator)
-        return iterator
-
-
-def _opened(make: Callable[[], Iterable[Any]]) -> Elements:
-    elements = Elements(make)
-    elements.open()
-    return elements
+                cursors[worker] = Cursor(self._open_data(worker, make))
+        self._cursors.update(cursors.values())
+        return PerWorkerIterator(cursors)
 
 
 def require_source(fn_or_dataset: object, at: str) -> None:

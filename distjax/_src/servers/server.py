@@ -13,7 +13,6 @@ elsewhere keep a `Server` there, and call it by the names of the contract.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,18 +159,12 @@ class Answer(NamedTuple):
     token: jax.Array | None = None
 
 
-#: The numbers of a closure, its stage and the attempt.
-PushKey = tuple[int, int, int]
+#: The numbers of a closure and of its stage.
+PushKey = tuple[int, int]
 
 
 class RefusedPush(Exception):
-    """The push of an abandoned attempt: its closure is done, or has a later attempt."""
-
-
-@dataclasses.dataclass
-class _Open:
-    attempt: int = 0  # the latest attempt that pushed
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict[int, Answer])  # by stage
+    """The push of an abandoned attempt: its closure is done."""
 
 
 class Applied:
@@ -189,30 +182,26 @@ class Applied:
     def __init__(self) -> None:
         self.watermark = 0
         self._done: set[int] = set()  # from the watermark on
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, dict[int, Answer]] = {}  # by closure and stage
 
     @property
     def num_kept(self) -> int:
         """How many closures it keeps records of."""
         return len(self._open) + len(self._done)
 
-    def find(self, closure: int, stage: int, attempt: int) -> Answer | None:
-        """Returns the push's earlier answer, or None; a RefusedPush if the attempt is abandoned."""
+    def find(self, closure: int, stage: int) -> Answer | None:
+        """Returns the push's earlier answer, or None; a RefusedPush if the closure is done."""
         if closure < self.watermark or closure in self._done:
             raise RefusedPush(f"closure {closure} is done")
-        record = self._open.setdefault(closure, _Open())
-        if attempt < record.attempt:
-            raise RefusedPush(f"closure {closure} has been tried again since attempt {attempt}")
-        record.attempt = attempt
-        return record.answers.get(stage)
+        return self._open.setdefault(closure, {}).get(stage)
 
     def add(self, closure: int, stage: int, answer: Answer) -> None:
         """Records that a push unknown to `find` was applied."""
-        self._open[closure].answers[stage] = answer
+        self._open[closure][stage] = answer
 
     def num_pushes_since(self, closure: int, version: int) -> int:
         """Returns how many versions after `version` an open closure has itself created."""
-        return sum(own.version > version for own in self._open[closure].answers.values())
+        return sum(own.version > version for own in self._open[closure].values())
 
     def mark_done(self, closure: int) -> None:
         """Drops the answers of a closure that is over; later pushes are rejected."""
@@ -368,21 +357,21 @@ class Server(ParameterServer):
         A repeated push of the same closure and stage gets the first one's answer.
 
         Args:
-          key: closure, stage, and the number of the attempt at the closure.
+          key: closure and stage.
           push: what it reads and writes here, and its program.
           arrays: the worker's operands.
           pulled: the version that the worker pulled from this server, or None.
           before: called just before the push is applied; may raise ServerDied.
 
         Raises:
-          RefusedPush: the closure is done, or has a later attempt.
+          RefusedPush: the closure is done.
           ServerLostError: the server is lost.
         """
-        closure, stage, attempt = key
+        closure, stage = key
         arrays = [place(x, self._here) for x in arrays]
         with self._lock:
             values = self._require(push.takes)
-            earlier = self._applied.find(closure, stage, attempt)
+            earlier = self._applied.find(closure, stage)
             if earlier is not None:
                 return earlier
             if before is not None:

@@ -142,7 +142,7 @@ def test_a_lost_server_ends_the_attempt(monkeypatch):
 
     actor = WorkerActor(1, "replica")
     monkeypatch.setattr(ray, "get", get)
-    order = Order(3, 7, 1, [], ProgramModes.of_this_thread())
+    order = Order(3, 7, [], ProgramModes.of_this_thread())
     actor._attempts[7] = None, stages()
     with pytest.raises(ServerLostError, match="server 2"):
         actor.push(order)

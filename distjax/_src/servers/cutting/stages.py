@@ -345,8 +345,7 @@ def _run_merge(
 def join_answers(update: NamedCode) -> tuple[NamedCode, NamedCode]:
     """Returns an update whose answers need one server each, and code that joins the others.
 
-    At which servers a value can be computed follows from the parts that it depends on. An equation
-    with several results is split into one for each, as these may differ in that.
+    At which servers a value can be computed follows from the parts that it depends on.
     """
     code, pairs = update.code, update.pairs()
     homes: dict[Var, frozenset[int | None]] = {
@@ -355,33 +354,20 @@ def join_answers(update: NamedCode) -> tuple[NamedCode, NamedCode]:
     nowhere = frozenset[int | None]()
     homes_of = lambda atom: nowhere if isinstance(atom, Literal) else homes.get(atom, nowhere)
     are_several = lambda atom: len(homes_of(atom) - {None}) > 1
-    eqns: list[JaxprEqn] = []
     for eqn in code.jaxpr.eqns:
-        each = [eqn]
-        if len(eqn.outvars) > 1 and not eqn.effects:
-            made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
-            each = list(dict.fromkeys(made))  # once, if it cannot be split
-        eqns += each
-        for one in each:
-            homes.update(dict.fromkeys(one.outvars, nowhere.union(*map(homes_of, one.invars))))
+        homes.update(dict.fromkeys(eqn.outvars, nowhere.union(*map(homes_of, eqn.invars))))
     joint = [(name, v) for name, v in pairs if not isinstance(name, Part) and are_several(v)]
     if not joint:
         return update, NOTHING_RUN
     # The worker runs what no single server can, or none has to.
     may_leave = lambda out: are_several(out) or not homes_of(out)
-    joined = update.part(joint, [e for e in eqns if not e.effects and may_leave(e.outvars[0])])
+    eqns = [e for e in code.jaxpr.eqns if not e.effects and may_leave(e.outvars[0])]
+    joined = update.part(joint, eqns)
     current = dict(zip(update.operands, code.inputs, strict=True))
     operands = [current[x] if isinstance(x, Part) else x for x in joined.operands]
     asked = [(v, v) for v in operands if v not in current]
-    rest = update.part([pair for pair in pairs if pair not in joint] + asked, eqns)
+    rest = update.part([pair for pair in pairs if pair not in joint] + asked)
     return rest, dataclasses.replace(joined, operands=tuple(operands))
-
-
-def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
-    """Returns `eqn` reduced to one of its results, and to the operands which that needs."""
-    atoms = list(dict.fromkeys(values_of(eqn.invars)))
-    alone = jax_compat.new_jaxpr(like, (), atoms, [out], [eqn])
-    return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns
 
 
 # -- shares by owner ----------------------------------------------------------

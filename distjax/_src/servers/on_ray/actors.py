@@ -24,7 +24,7 @@ from distjax._src.context import ProgramModes
 from distjax._src.placement.topology import abstract_topology
 from distjax._src.placement.transfer import transfer_each
 from distjax._src.servers.engine import Attempt, Parcel, Task, Wanted
-from distjax._src.servers.per_worker import Elements
+from distjax._src.servers.per_worker import Elements, RemoteArray
 from distjax._src.servers.plan import (
     Executable,
     OnceEach,
@@ -88,11 +88,9 @@ class WorkerActor:
         """Stores the servers: new ones have nothing compiled."""
         self._servers, self._compiled = servers, OnceEach[list[Executable]]()
 
-    def add_plan(self, number: int, plan: StepPlan, dropped: Iterable[int]) -> None:
-        """Stores a plan, and drops those that the coordinator no longer has."""
+    def add_plan(self, number: int, plan: StepPlan) -> None:
+        """Stores a plan."""
         self._plans[number] = plan
-        for other in dropped:
-            self._plans.pop(other, None)
 
     # -- per-worker data ------------------------------------------------------
 
@@ -117,20 +115,19 @@ class WorkerActor:
 
     # -- closures -------------------------------------------------------------
 
-    def run(self, order: Order, *elements: Sequence[np.ndarray]) -> Done:
-        """Runs a whole attempt; `elements` has the arrays of those that the order names."""
-        done = self.begin(order, *elements)
+    def run(self, order: Order) -> Done:
+        """Runs a whole attempt."""
+        done = self.begin(order)
         while done is None:
             done = self.push(order)
         return done
 
-    def begin(self, order: Order, *elements: Sequence[np.ndarray]) -> Done | None:
+    def begin(self, order: Order) -> Done | None:
         """Pulls, and computes what comes before the first pushes."""
-        own = lambda x: elements[x.element][x.number].astype(x.dtype, copy=False)
-        sent = [own(x) if isinstance(x, Place) else x for x in order.arrays]
+        own = lambda x: np.asarray(x) if isinstance(x, RemoteArray) else x
         with order.modes():
-            arrays = from_wire(sent, self._device)
-            task = Task(order.closure, order.attempt, self._plans[order.plan], arrays)
+            arrays = from_wire(list(map(own, order.arrays)), self._device)
+            task = Task(order.closure, self._plans[order.plan], arrays)
             servers = _RemoteServers(self._servers, order, self._device)
             attempt = Attempt(task, servers, self._home, self._compiled)
         self._attempts[order.closure] = attempt, attempt.run()
@@ -180,7 +177,7 @@ class _RemoteServers:
 
     def push(self, stage: int, sent: Sequence[Parcel]) -> Iterable[Answer]:
         order = self._order
-        key = order.closure, stage, order.attempt
+        key = order.closure, stage
         ready = [to_wire(arrays) for _, arrays, _ in sent]  # waits until all is computed
         calls = {
             push.server: self._servers[push.server].push.remote(
@@ -253,10 +250,6 @@ class ServerActor:
     def describe_process(self) -> ProcessInfo:
         return describe_this_process()
 
-    def plans(self) -> set[int]:
-        """Returns the numbers of the plans that it has."""
-        return {plan for plan, _ in self._pushes.copy()}
-
     def ask(self, method: str, args: PyTree, modes: ProgramModes | None) -> PyTree:
         """Returns the result of a method of `ParameterServer`."""
         with modes() if modes else contextlib.nullcontext(), jax.enable_x64(True):
@@ -265,14 +258,9 @@ class ServerActor:
             return to_wire(result)
 
     def tell(self, told: Iterable[tuple[str, Any]]) -> None:
-        """Drops closures that are over, values of dead variables, and plans."""
+        """Drops closures that are over, and values of dead variables."""
         for method, argument in told:
-            getattr(self if method == "drop_plan" else self._server, method)(argument)
-
-    def drop_plan(self, number: int) -> None:
-        """Drops the pushes of a plan."""
-        for key in [key for key in self._pushes.copy() if key[0] == number]:
-            del self._pushes[key]
+            getattr(self._server, method)(argument)
 
     def pull(self, keys: Sequence[str]) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version, for a worker."""
@@ -379,35 +367,19 @@ def _as_key(sent: OnWire, array: jax.Array) -> jax.Array:
 # -- orders to a worker -------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where an array is: in which of the elements that an order names.
-
-    Attributes:
-      element: the number of the element, among these.
-      number: the number of the array in it.
-      dtype: the dtype in which it is wanted.
-    """
-
-    element: int
-    number: int
-    dtype: np.dtype
-
-
 class Order(NamedTuple):
     """An order to a worker to run an attempt.
 
     Attributes:
       plan: its number.
       closure: the number of the closure.
-      attempt: 1, 2, ...
-      arrays: the flat arguments; a `Place` for an array of an element.
+      arrays: the flat arguments; a `RemoteArray` for one that Ray keeps.
       modes: the JAX modes in effect where the closure was scheduled.
     """
 
     plan: int
     closure: int
-    attempt: int
-    arrays: Sequence[OnWire | Place]
+    arrays: Sequence[OnWire | RemoteArray]
     modes: ProgramModes
 
 

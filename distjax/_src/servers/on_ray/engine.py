@@ -32,9 +32,7 @@ from distjax._src.servers.engine import Engine, Gate, Ran, Task, WorkerDied
 from distjax._src.servers.on_ray.actors import (
     Disguised,
     Done,
-    OnWire,
     Order,
-    Place,
     ProcessDied,
     ProcessInfo,
     ServerActor,
@@ -46,7 +44,7 @@ from distjax._src.servers.on_ray.actors import (
     start_actor,
     to_wire,
 )
-from distjax._src.servers.per_worker import Argument, NumberedElements, RemoteArray
+from distjax._src.servers.per_worker import NumberedElements, RemoteArray
 from distjax._src.servers.plan import StepPlan, count_writes
 from distjax._src.servers.server import ParameterServer, Report, ServerSnapshot, lost_error
 from distjax._src.typing import ArrayLike, PyTree
@@ -118,7 +116,7 @@ class RayEngine(Engine):
         #: With their numbers, as Ray keeps them for workers.
         self._plans = weakref.WeakKeyDictionary[StepPlan, tuple[int, Any]]()
         self._numbers = itertools.count()  # of plans and datasets
-        self._announcing = threading.Lock()  # held while plans are looked through
+        self._announcing = threading.Lock()  # held while plans, or those of a process, change
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -157,8 +155,6 @@ class RayEngine(Engine):
                 at_servers = {server.platform for server in self._servers}
                 shipped = ray.put(export_plan(plan, self._replicas, platforms, at_servers))
                 self._plans[plan] = next(self._numbers), shipped
-                for server in self._servers:
-                    server.keep_plans({number for number, _ in self._plans.values()})
 
     def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> NumberedElements:
         return RemoteElements(self, worker, next(self._numbers), make)
@@ -244,9 +240,8 @@ class RayEngine(Engine):
                 process.actor.set_servers.remote(servers)
                 process.servers = servers
             if number not in process.plans:
-                dropped = process.plans - {n for n, _ in self._plans.values()}
-                process.actor.add_plan.remote(number, shipped, dropped)
-                process.plans = {*process.plans, number} - dropped
+                process.actor.add_plan.remote(number, shipped)
+                process.plans.add(number)
         return number
 
 
@@ -267,8 +262,7 @@ class RayServer(ParameterServer):
         self.platform = "cpu"
         self.pid = 0
         self._report = Report()  # the latest
-        self._plans: set[int] = set()  # that were admitted
-        #: What the process is yet to be told: methods of its actor's, with their argument.
+        #: What the process is yet to be told: methods of its server, with their argument.
         self._untold: collections.deque[tuple[str, Any]] = collections.deque()
 
     def wait_for_start(self) -> None:
@@ -325,25 +319,16 @@ class RayServer(ParameterServer):
             self.is_lost = False
         self._ask("restore", snapshot, num_closures)
 
-    def keep_plans(self, numbers: set[int]) -> None:
-        """Drops all other plans, soon."""
-        self._untold.extend(("drop_plan", number) for number in self._plans - numbers)
-        self._plans = numbers
-
-    def call(self, method: str, *args: object) -> Any:
-        """Returns the result of a method of its process, or raises its exception."""
+    def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
+        """Returns the result of a method of the process's `Server`, or raises its exception."""
         if self.is_lost:
             raise lost_error(self.number)
         self._tell()
         try:
-            return get(getattr(self.actor, method).remote(*args))
+            return from_wire(get(self.actor.ask.remote(method, to_wire(args), modes)))
         except ProcessDied as error:
             self.is_lost = True
             raise lost_error(self.number) from error
-
-    def _ask(self, method: str, *args: object, modes: ProgramModes | None = None) -> Any:
-        """Returns the result of a method of the `Server` in its process: see `call`."""
-        return from_wire(self.call("ask", method, to_wire(args), modes))
 
     def _tell(self) -> None:
         told: list[tuple[str, Any]] = []
@@ -364,27 +349,17 @@ class Sent:
         process = engine.find(worker)
         assert process is not None, "it is wanted"
         self._engine, self._worker, self._process = engine, worker, process
-        elements = (x.element for x in task.arrays if isinstance(x, RemoteArray))
-        self._elements = list(dict.fromkeys(elements))
         self._order = Order(
             engine.introduce(task.plan, process),
             task.closure,
-            task.attempt,
-            list(map(self._as_sent, task.arrays)),
+            to_wire(list(task.arrays)),  # without what Ray keeps: the worker asks for that
             ProgramModes.of_this_thread(),
         )
         self._answer: Any = None
 
-    def _as_sent(self, array: Argument) -> OnWire | Place:
-        if not isinstance(array, RemoteArray):
-            return to_wire(array)
-        return Place(self._elements.index(array.element), array.number, array.dtype)
-
     def send(self, method: str) -> None:
         """Calls a method of the worker with the order."""
-        # Ray hands the arrays of elements on: they do not come here if they are large.
-        arrays = [] if method == "push" else self._elements
-        self._answer = getattr(self._process.actor, method).remote(self._order, *arrays)
+        self._answer = getattr(self._process.actor, method).remote(self._order)
 
     def ask(self, method: str) -> Done | None:
         """Calls a method of the worker, and returns its answer; None: it has more to push."""

@@ -380,6 +380,47 @@ class TracedRun(NamedTuple):
     expectations: Mapping[int, tuple[Any, str]]
 
 
+class Emitted(NamedTuple):
+    """A replica function in the global view; see `TracedRun`."""
+
+    traced: ReplicaTrace
+    results: Sequence[GlobalValue]
+    finals: Sequence[GlobalValue]
+    unequal: Sequence[Any]
+
+
+def emit_on_replicas(
+    strategy: StrategyLike, fn: Callable[..., Any], given: Given, outer: TraceState
+) -> Emitted:
+    """Traces ``fn`` as one replica sees it, and emits it, with what it writes, into `outer`."""
+    topology = strategy.extended.topology
+    partitioned, global_values = given.partitioned, given.values
+    try:
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
+    except Exception as error:
+        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
+        raise
+    require_no_other_mesh(given.name, traced.jaxpr, topology)
+    for captured in traced.consts:
+        require_not_split(captured, topology, f"an array that {given.name} captures")
+    require_own_axis(given.name, traced.jaxpr, topology)
+    try:
+        outs = _emit(topology, traced, global_values, outer)
+    except BaseException as error:
+        if not traced.created:
+            raise
+        traced = keep_created(traced, error)
+        outs = _emit(topology, traced, global_values, outer)
+    num_results, num_written = len(traced.result.leaves), len(traced.written)
+    results, finals = outs[:num_results], outs[num_results : num_results + num_written]
+    unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
+    if traced.error is not None:
+        raise traced.error
+    for variable, value in zip(traced.written, finals, strict=True):
+        outer.write(variable, to_variable(variable, value, topology))
+    return Emitted(traced, results, finals, unequal)
+
+
 def run_in_trace(
     strategy: StrategyLike,
     fn: Callable[..., Any],
@@ -404,31 +445,8 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    try:
-        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
-    except Exception as error:
-        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
-        raise
-    require_no_other_mesh(given.name, traced.jaxpr, topology)
-    for captured in traced.consts:
-        require_not_split(captured, topology, f"an array that {given.name} captures")
-    require_own_axis(given.name, traced.jaxpr, topology)
-    try:
-        outs = _emit(topology, traced, global_values, outer)
-    except BaseException as error:
-        if not traced.created:
-            raise
-        traced = keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
-    num_results, num_written = len(traced.result.leaves), len(traced.written)
-    results, finals = outs[:num_results], outs[num_results : num_results + num_written]
-    unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
-    if traced.error is not None:
-        raise traced.error
-    for variable, value in zip(traced.written, finals, strict=True):
-        outer.write(variable, to_variable(variable, value, topology))
-    pinned = _pin_results(results, topology)
-    values = [as_user_value(r, topology) for r in pinned]
+    traced, results, finals, unequal = emit_on_replicas(strategy, fn, given, outer)
+    values = [as_user_value(r, topology) for r in _pin_results(results, topology)]
     is_several = returns_object_state
     num_own = sum(path.startswith("[0]") or not is_several for path in traced.result.paths)
     run = TracedRun(
@@ -462,7 +480,7 @@ def _require_same_replicas(
             require_not_split(leaf, topology, where)
 
 
-def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalValue]:
+def _pin_results(results: Sequence[GlobalValue], topology: Topology) -> Sequence[GlobalValue]:
     """Constrains `results` to the strategy's device if it has no mesh.
 
     Otherwise, if all arguments are uncommitted, `jit` would pick the default device.

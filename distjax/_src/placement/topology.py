@@ -52,6 +52,15 @@ class Topology:
         return self.mesh if self.stands_for is None else self.stands_for
 
     @property
+    def maps_devices(self) -> bool:
+        """Whether replicas are mapped over devices, by `shard_map`; else they run under `vmap`.
+
+        XLA takes a map over an axis of size 1 for none at all, and then refuses a sum in it of what
+        model axes split (JAX 0.10.2 to 0.12): a single replica of several devices is not mapped.
+        """
+        return self.mesh is not None and (self.num_replicas > 1 or not self.model_axes)
+
+    @property
     def is_placed(self) -> bool:
         """Whether it has devices; see `unplaced_topology`."""
         return bool(self.devices)

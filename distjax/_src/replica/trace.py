@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import hooks, jax_compat, traces, user_lines, user_mesh
+from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.context import Frame, StrategyLike, frames, without_expectations
 from distjax._src.jax_compat import Jaxpr, JaxprEqn
 from distjax._src.placement import PerReplica, Topology, require_not_split, require_same_topology
@@ -481,12 +483,15 @@ def _require_same_replicas(
 
 
 def _pin_results(results: Sequence[GlobalValue], topology: Topology) -> Sequence[GlobalValue]:
-    """Constrains `results` to the strategy's device if it has no mesh.
+    """Constrains `results` to the strategy's devices if no map over them does.
 
     Otherwise, if all arguments are uncommitted, `jit` would pick the default device.
     """
-    if topology.mesh is not None:
+    if topology.maps_devices:
         return results
+    if topology.mesh is not None:
+        place = functools.partial(constrain_to_replicas, topology=topology)
+        return [GlobalValue(place(r.array, varying=r.varying), r.varying) for r in results]
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
 

@@ -107,7 +107,6 @@ class StrategyExtended:
         self._run_programs = FunctionCache(functools.partial(make_run_program, self))
         self.variable_lock = VariableLock()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
-        self._containers = values.ComponentRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: OwningStrategy) -> None:
@@ -423,8 +422,8 @@ class StrategyExtended:
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
-        """Returns the variable of which `value` is a component, else `value` itself."""
-        return self._containers.container_of(value)
+        """Returns the variable whose `local_results` gave out `value`, else `value` itself."""
+        return next((v for v in self.variables if v.stored.gave_out(value)), value)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether `v` belongs to this strategy."""
@@ -434,4 +433,6 @@ class StrategyExtended:
     @_off_user_mesh
     def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
-        return self._containers.split(self.topology, variable, stored)
+        if variable.layout.num_copies > 1:
+            return values.split(self.topology, stored, variable.policy.stacked)
+        return (stored[0] if variable.policy.stacked else stored,)

@@ -374,26 +374,17 @@ class TracedRun(NamedTuple):
     traced: ReplicaTrace
     topology: Topology
     results: Sequence[GlobalValue]
-    values: Sequence[Any]
     finals: Sequence[GlobalValue]
     unequal: Sequence[Any]
-    num_own: int
-    is_first_of_several: bool
     expectations: Mapping[int, tuple[Any, str]]
-
-
-class Emitted(NamedTuple):
-    """A replica function in the global view; see `TracedRun`."""
-
-    traced: ReplicaTrace
-    results: Sequence[GlobalValue]
-    finals: Sequence[GlobalValue]
-    unequal: Sequence[Any]
+    values: Sequence[Any] = ()
+    num_own: int = 0
+    is_first_of_several: bool = False
 
 
 def emit_on_replicas(
     strategy: StrategyLike, fn: Callable[..., Any], given: Given, outer: TraceState
-) -> Emitted:
+) -> TracedRun:
     """Traces ``fn`` as one replica sees it, and emits it, with what it writes, into `outer`."""
     topology = strategy.extended.topology
     partitioned, global_values = given.partitioned, given.values
@@ -420,7 +411,7 @@ def emit_on_replicas(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    return Emitted(traced, results, finals, unequal)
+    return TracedRun(fn, given, traced, topology, results, finals, unequal, outer.expectations)
 
 
 def run_in_trace(
@@ -447,25 +438,15 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    traced, results, finals, unequal = emit_on_replicas(strategy, fn, given, outer)
-    values = [as_user_value(r, topology) for r in _pin_results(results, topology)]
-    is_several = returns_object_state
-    num_own = sum(path.startswith("[0]") or not is_several for path in traced.result.paths)
-    run = TracedRun(
-        fn,
-        given,
-        traced,
-        topology,
-        results,
-        values,
-        finals,
-        unequal,
-        num_own,
-        is_several,
-        outer.expectations,
+    run = emit_on_replicas(strategy, fn, given, outer)
+    tree, is_several = run.traced.result, returns_object_state
+    run = run._replace(
+        values=[as_user_value(r, topology) for r in _pin_results(run.results, topology)],
+        num_own=sum(path.startswith("[0]") or not is_several for path in tree.paths),
+        is_first_of_several=is_several,
     )
     hooks.tell(hooks.on_traced, run)
-    result = traced.result.combine(values)
+    result = tree.combine(run.values)
     for after_call in told:
         after_call(result, {})
     return result

@@ -158,27 +158,24 @@ def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, 
 
     In a trace, which is the same on every process, for all R; else for this process's replicas.
     """
-    count = topology.num_replicas
-    is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
-    if is_on_devices and topology.spans_processes:
-        return _local_slices(topology, array) if varying else _local_copies(topology, array)
-    if varying and is_on_devices:  # a user's jax.tree.map may have changed the layout
-        is_on_devices = array.sharding.is_equivalent_to(topology.per_replica, array.ndim)
-    if not is_on_devices or topology.mesh is None or topology.model_axes:
+    count, is_traced = topology.num_replicas, isinstance(array, jax_compat.Tracer)
+    if is_traced or not isinstance(array, jax.Array) or topology.mesh is None:
         return tuple(array[i] for i in range(count)) if varying else (array,) * count
-    if not varying and not array.is_fully_replicated:  # one value, however it is laid out
-        return (array,) * count
-    shards = {s.device: s.data for s in jax_compat.shards_of(array)}
-    local = [shards[d] for d in topology.devices if d in shards]
-    if len(local) != count:
-        return (array,) * count
-    return tuple(x[0] for x in local) if varying else tuple(local)
+    if varying:
+        return _local_slices(topology, array)
+    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
+        return (array,) * len(topology.local_replicas)
+    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
+    return tuple(shards[device] for device in topology.local_devices)
 
 
 def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ...]:
-    rows = local_rows(stacked, topology)
+    is_here = not topology.spans_processes
+    rows = {} if is_here and topology.model_axes else local_rows(stacked, topology)
     if len(rows) == len(topology.local_replicas):
         return tuple(rows.values())
+    if is_here:  # a user's jax.tree.map may have changed the layout
+        return tuple(stacked[i] for i in range(topology.num_replicas))
     raise LocalityError(
         "a value per replica needs to lie with its replicas to be taken apart",
         got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
@@ -187,13 +184,6 @@ def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ..
         fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
         "its replica",
     )
-
-
-def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]:
-    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
-        return (array,) * len(topology.local_replicas)
-    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
-    return tuple(shards[device] for device in topology.local_devices)
 
 
 # -- making -------------------------------------------------------------------

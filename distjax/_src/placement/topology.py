@@ -60,14 +60,7 @@ class Topology:
         """
         return self.mesh is not None and (self.num_replicas > 1 or not self.model_axes)
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether it has devices; see `unplaced_topology`."""
-        return bool(self.devices)
-
     def __repr__(self) -> str:
-        if not self.is_placed:
-            return f"Topology(R={self.num_replicas}, on no devices yet)"
         model = "".join(f", {n}={s}" for n, s in self.model_axes)
         place = str(self.devices[0]) if len(self.devices) == 1 else f"{len(self.devices)} devices"
         return f"Topology(R={self.num_replicas} over {self.axis_name!r} on {place}{model})"
@@ -165,12 +158,6 @@ def _mesh_of_sharers(mesh: Mesh | AbstractMesh, axis_name: str, sharers: int) ->
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(sizes, names, axis_types=types)
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
-
-
-@functools.cache
-def unplaced_topology(num_replicas: int) -> Topology:
-    """Returns the topology of values that were copied or unpickled and have no devices yet."""
-    return Topology((), num_replicas, "", None)
 
 
 @functools.cache

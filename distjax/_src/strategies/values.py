@@ -84,8 +84,6 @@ def locality(x: PyTree) -> Locality:
     """
     if isinstance(x, Variable):
         return Locality(x.layout.kind, x.sharding or x.stored.require().sharding)
-    if isinstance(x, PerReplica) and not x.topology.is_placed:
-        return Locality(kinds.UNPLACED)
     if isinstance(x, PerReplica):
         return Locality(kinds.PER_REPLICA, x.topology.per_replica)
     if isinstance(x, jax_compat.Tracer):

@@ -174,8 +174,7 @@ class PerReplica:
         raise LocalityError(_pickle_text(self))
 
     def _place(self, replica: int) -> str:
-        devices = map(str, self.topology.replica_devices(replica))
-        return ", ".join(devices) or "no device of this process"  # of a server on Ray
+        return ", ".join(str(d) for d in self.topology.replica_devices(replica))
 
     def _repr_html_(self) -> str:
         if not isinstance(self.stacked, _ARRAYS) or isinstance(self.stacked, jax_compat.Tracer):

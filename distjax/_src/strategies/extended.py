@@ -429,10 +429,3 @@ class StrategyExtended:
         """Returns whether `v` belongs to this strategy."""
         updating.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
-
-    @_off_user_mesh
-    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the components of a variable's stored array."""
-        if variable.layout.num_copies > 1:
-            return values.split(self.topology, stored, variable.policy.stacked)
-        return (stored[0] if variable.policy.stacked else stored,)

@@ -25,12 +25,12 @@ from distjax._src.placement import (
     is_host_memory,
     is_per_replica,
     is_split_over_replicas,
-    local_rows,
     replica_axis,
     require_held,
     require_no_mask,
     require_not_split,
     require_same_topology,
+    take_apart,
     transfer,
     transfer_local_rows,
     without_alias,
@@ -147,41 +147,9 @@ def parts_of(topology: Topology, leaf: PyTree) -> tuple[Any, ...]:
     if isinstance(leaf, Variable):
         return leaf.local_results()
     if isinstance(leaf, PerReplica):
-        return split(topology, leaf.stacked, True)
-    return split(topology, leaf, False) if is_mirrored(topology, leaf) else (leaf,)
-
-
-def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
-    """Returns one array [...] per replica: slices of [R, ...], or copies of one value.
-
-    In a trace, which is the same on every process, for all R; else for this process's replicas.
-    """
-    count, is_traced = topology.num_replicas, isinstance(array, jax_compat.Tracer)
-    if is_traced or not isinstance(array, jax.Array) or topology.mesh is None:
-        return tuple(array[i] for i in range(count)) if varying else (array,) * count
-    if varying:
-        return _local_slices(topology, array)
-    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
-        return (array,) * len(topology.local_replicas)
-    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
-    return tuple(shards[device] for device in topology.local_devices)
-
-
-def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ...]:
-    is_here = not topology.spans_processes
-    rows = {} if is_here and topology.model_axes else local_rows(stacked, topology)
-    if len(rows) == len(topology.local_replicas):
-        return tuple(rows.values())
-    if is_here:  # a user's jax.tree.map may have changed the layout
-        return tuple(stacked[i] for i in range(topology.num_replicas))
-    raise LocalityError(
-        "a value per replica needs to lie with its replicas to be taken apart",
-        got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
-        f"holds the values of replicas {list(rows)}",
-        why="the others are in other processes, and taking apart moves nothing between them",
-        fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
-        "its replica",
-    )
+        return take_apart(leaf.stacked, topology, varying=True)
+    is_whole = is_mirrored(topology, leaf)
+    return take_apart(leaf, topology, varying=False) if is_whole else (leaf,)
 
 
 # -- making -------------------------------------------------------------------

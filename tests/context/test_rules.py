@@ -368,10 +368,10 @@ def test_default_context_called_under_a_strategy(pair, what):
         "all_reduce": lambda: default.all_reduce("sum", 1.0),
         "all_gather": lambda: default.all_gather(jnp.ones(1), 0),
     }
-    with raised_first(StrategyMismatchError, f"{what} of the default replica context"):
+    with raised_first(StrategyMismatchError, f"{what} of a replica context of Def"):
         with pair.scope():
             calls[what]()
-    with raised_first(StrategyMismatchError, f"{what} of the default replica context"):
+    with raised_first(StrategyMismatchError, f"{what} of a replica context of Def"):
         pair.run(calls[what])
 
 

@@ -93,15 +93,23 @@ def test_all_refuse(program):
         assert not dj.has_strategy()
 
 
-def test_an_update_of_components_cannot_reach_those_of_other_variables(pair):
+def test_an_update_of_components_sees_those_of_other_variables():
     modes = {"synchronization": ON_READ, "aggregation": SUM}
-    v, other = variable(pair, 1.0, name="v", **modes), variable(pair, 2.0, name="other", **modes)
-    with pytest.raises(ContextError, match="a read of variable 'other' needs an update of its own"):
-        pair.extended.update(v, lambda v: v.assign(other.value))
-    mirrored = variable(pair, 3.0, name="w")
-    with pytest.raises(ContextError, match="a write of variable 'w' needs an update of its own"):
-        pair.extended.update(v, lambda v: mirrored.assign(4.0))
-    assert float(mirrored.value) == 3 and [float(x) for x in v.local_results()] == [1, 1]
+    for strategy in (dj.testing.ReferenceStrategy(2), *compiled_strategies(2).values()):
+        v, other = variable(strategy, 1.0, **modes), variable(strategy, 2.0, **modes)
+        strategy.run(lambda other=other: other.assign_add(rid().astype(jnp.float32)))
+        strategy.extended.update(v, lambda v, other=other: v.assign_add(other.value))
+        assert [float(x) for x in v.local_results()] == [3, 4]
+
+
+def test_an_update_of_components_writes_a_mirrored_variable_what_is_equal_on_all(pair):
+    v = variable(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    w = variable(pair, 3.0, name="w")
+    pair.extended.update(v, lambda v: w.assign(4.0))
+    assert float(w.value) == 4
+    with pytest.raises(LocalityError, match="^variable 'w' needs a value that is equal on every"):
+        pair.extended.update(v, lambda v: w.assign(v.value))
+    assert float(w.value) == 4
 
 
 def test_a_compiled_update_of_components_reads_mirrored_variables(pair):

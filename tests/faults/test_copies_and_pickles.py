@@ -44,30 +44,11 @@ def test_a_deep_copy_of_a_variable_is_a_variable_of_its_own(pair):
     np.testing.assert_array_equal(copied.value, np.arange(3.0))
 
 
-def test_a_deep_copy_of_a_per_replica_is_placed_by_the_strategy_that_uses_it(pair):
-    values = per_replica_of(pair)
-    copied = copy.deepcopy({"x": values})["x"]
-    assert isinstance(copied, dj.PerReplica) and not copied.topology.is_placed
-    assert [float(x) for x in pair.local_results(copied)] == [0, 1]
-    assert copied.topology == values.topology
-    assert float(pair.reduce("sum", copied)) == 1
-
-
-def test_an_unpickled_per_replica_is_a_destination(pair):
-    values = per_replica_of(pair)
-    unpickled = pickle.loads(pickle.dumps(values))
-    assert float(pair.extended.reduce_to("sum", values, unpickled)) == 1
-    other = pickle.loads(pickle.dumps(dj.VirtualStrategy(3).per_replica(np.ones(3))))
-    with pytest.raises(dj.errors.LocalityError) as caught:
-        pair.extended.reduce_to("sum", values, other)
-    assert str(caught.value).startswith("reduce_to: destinations needs a PerReplica over 2 replic")
-
-
 def contents(value):
     """Returns what a pickle has to bring back, next to the class."""
     if isinstance(value, dj.Strategy):
         return value.num_replicas_in_sync
-    return np.asarray(value.stacked if isinstance(value, dj.PerReplica) else value).tolist()
+    return np.asarray(value).tolist()
 
 
 @pytest.mark.parametrize("kind", OBJECTS)

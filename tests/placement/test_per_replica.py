@@ -388,31 +388,42 @@ def test_locality_repr(mirrored):
 
 # -- in another process, and copies ------------------------------------------------
 
-COPIES = {
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "copy": copy.copy,
-    "deepcopy": lambda x: copy.deepcopy({"x": [x]})["x"][0],
-}
+COPIES = {"copy": copy.copy, "deepcopy": lambda x: copy.deepcopy({"x": [x]})["x"][0]}
 
 
-@pytest.fixture(params=COPIES)
-def duplicate(request):
-    return COPIES[request.param]
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_has_the_same_replicas(pair, name):
+    values = ids(pair)
+    copied = COPIES[name](values)
+    assert dj.locality(copied) == dj.locality(values)
+    assert local(pair, copied) == [0.0, 1.0] and float(pair.reduce("sum", copied)) == 1
+    assert (copied.stacked is values.stacked) == (name == "copy")
 
 
-def test_a_copy_is_on_the_host_until_a_strategy_uses_it(pair, duplicate):
-    x = ids(pair)
-    other = duplicate(x)
-    assert isinstance(other.stacked, np.ndarray) and other.stacked.tolist() == [0, 1]
-    assert (other.num_replicas, other.shape, other.dtype) == (2, (), np.float32)
-    assert repr(other) == "PerReplica({\n  0 on no device yet: 0.0\n  1 on no device yet: 1.0\n})"
-    assert repr(other.topology) == "Topology(R=2, on no devices yet)"
-    assert dj.locality(other).kind == "unplaced"
-    assert "no device yet" in other._repr_html_()
-    assert float(pair.reduce("sum", other)) == 1
-    assert dj.locality(other) == dj.locality(x)
-    with pytest.raises(LocalityError, match="needs a PerReplica over 2 replicas"):
-        dj.MirroredStrategy(jax.devices()[2:4]).reduce("sum", other)  # it belongs to the first
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_keys(pair, name):
+    keys = pair.distribute_values_from_function(
+        lambda ctx: jax.random.key(ctx.replica_id_in_sync_group, impl="rbg")
+    )
+    found = COPIES[name](keys)
+    assert found.dtype == keys.dtype
+    before, after = (jax.random.key_data(x.stacked).tolist() for x in (keys, found))
+    assert before == after
+
+
+def test_pickle_is_refused(pair):
+    values = ids(pair)
+    with pytest.raises(LocalityError) as info:
+        pickle.dumps({"x": values})
+    assert str(info.value) == (
+        "a PerReplica needs to stay in its process.\n"
+        "  Got: pickle of 2 values of shape ().\n"
+        "  Why: its replicas are on the devices of a strategy, which belong to this process.\n"
+        "  Fix: pickle strategy.local_results(x), the values of this process, and stack them "
+        "there: strategy.per_replica(np.stack(values)); or dj.checkpoint.Checkpointer(directory)"
+    )
+    sent = pickle.loads(pickle.dumps(pair.local_results(values)))
+    assert local(pair, pair.per_replica(np.stack(sent))) == [0.0, 1.0]
 
 
 USES = {
@@ -436,49 +447,12 @@ USES = {
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
-def test_what_places_a_copy(pair, duplicate, use):
-    x = duplicate(ids(pair))
-    assert USES[use](pair, x) == [0.0, 1.0]
-    assert float(pair.reduce("sum", x)) == 1  # no tracer is left in it
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("device", [0, -1])
 def test_what_device_put_moves_away_comes_back(pair, device, use):
     x = jax.device_put(ids(pair), jax.devices()[device])
     assert USES[use](pair, x) == [0.0, 1.0]
     assert float(pair.reduce("sum", x)) == 1
     assert x.stacked.sharding.device_set == {*pair.extended.worker_devices}
-
-
-def test_a_copy_fits_as_many_replicas_only(pair, duplicate):
-    x = duplicate(ids(pair))
-    with pytest.raises(LocalityError) as e:
-        dj.VirtualStrategy(3).reduce("sum", x)
-    assert str(e.value).splitlines()[1] == (
-        "  Got: a PerReplica over 2 replicas (Topology(R=2, on no devices yet))."
-    )
-
-
-def test_a_copy_of_keys(pair, duplicate):
-    keys = pair.distribute_values_from_function(
-        lambda ctx: jax.random.key(ctx.replica_id_in_sync_group, impl="rbg")
-    )
-    found = duplicate(keys)
-    assert found.dtype == keys.dtype
-    before, after = (jax.random.key_data(x.stacked).tolist() for x in (keys, found))
-    assert before == after
-
-
-def test_a_copy_in_a_checkpoint(pair, duplicate, checkpointer):
-    checkpointer.save(1, [duplicate(ids(pair))])
-    onto_host, onto_replicas = (
-        checkpointer.restore([x])[0] for x in (duplicate(ids(pair)), ids(pair))
-    )
-    assert np.asarray(onto_host.stacked).tolist() == [0, 1]
-    assert not onto_host.topology.is_placed
-    assert local(pair, onto_replicas) == [0, 1]
 
 
 def test_a_large_value_is_shown_by_its_type(pair):

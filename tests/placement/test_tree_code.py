@@ -43,7 +43,6 @@ OF_EACH = {
     "pad": lambda a: jnp.pad(a, [(0, 0)] + [(1, 0)] * (a.ndim - 1)),
     "stack inside": lambda a: jnp.stack([a, 2 * a], 1),
     "where": lambda a: jnp.where(a[:, :1] > 3, a[:, :1], 0.0),
-    "loop": lambda a: lax.map(lambda row: row.sum(-1), a),
 }
 #: Code that makes one value of all.
 OF_ALL = {
@@ -51,7 +50,6 @@ OF_ALL = {
     "rows' mean": lambda a: a.mean(0),
     "mean of all": jnp.mean,
     "traced row": lambda a: a[jnp.int32(1)],
-    "looped sum": lambda a: lax.scan(lambda c, row: (c + row, None), jnp.zeros_like(a[0]), a)[0],
 }
 #: Code after which nothing is a row of a replica.
 MIXING = {
@@ -136,8 +134,6 @@ def test_law_each_replica_gets_what_its_own_value_gives(any_strategy, wrap, name
     mapped = as_argument(any_strategy, lambda b: jax.tree.map(fn, b))
     found = value_or_refusal(wrap(mapped), any_strategy.per_replica(rows))
     outside = wrap in (WRAPPERS["eager"], WRAPPERS["vmap"], WRAPPERS["grad"])
-    if name == "loop" and outside and rows.shape[0] in rows.shape[1:]:
-        return  # docs/limits.md: no layout tells, and the sizes may be those of one row
     if found is not None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     else:  # a size that is R, where nothing but the size tells
@@ -301,6 +297,18 @@ def test_vmap_over_an_inner_axis(any_strategy, wrap):
     if any_strategy.num_replicas_in_sync != 2 or any_strategy.extended.topology.mesh is not None:
         expected = sum(float(weigh(row**2)) for row in rows)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [dj.jit, jax.jit])
+def test_a_loop_over_the_rows_is_refused_in_a_trace(pair, jit):
+    """Nothing tells of what it returns whose it is; `x.map` does."""
+    b = pair.per_replica(rows_of(pair))
+    looped = lambda b: jax.tree.map(lambda a: lax.map(lambda row: row.sum(-1), a), b)
+    with pytest.raises(LocalityError, match="^argument x of step needs to be a PerReplica"):
+        jit(as_argument(pair, looped))(b)
+    mapped = jit(as_argument(pair, lambda b: b.map(lambda row: row.sum(-1))))
+    expected = sum(float(weigh(row.sum(-1))) for row in rows_of(pair))
+    np.testing.assert_allclose(mapped(b), expected, rtol=1e-5)
 
 
 def test_a_square_turned_on_its_side_is_refused_in_a_trace(pair):

@@ -316,11 +316,12 @@ def test_what_errors_advise_works_over_processes(group):
         assert "x.stacked" not in said["np.asarray"] + said["tolist"]
         assert "strategy.local_results(x), the values of this process" in said["tolist"]
         assert said["pickle"] == (
-            "LocalityError: a PerReplica needs to be wholly on this process to be pickled.\n"
-            "  Got: 4 values, some of them on devices of other processes.\n"
-            "  Why: a part would be taken for the whole.\n"
-            "  Fix: pickle strategy.local_results(x), the values of this process; or, read on "
-            "every process, strategy.reduce('mean', x)"
+            "LocalityError: a PerReplica needs to stay in its process.\n"
+            "  Got: pickle of 4 values of shape (2,).\n"
+            "  Why: its replicas are on the devices of a strategy, which belong to this process.\n"
+            "  Fix: pickle strategy.local_results(x), the values of this process, and stack them "
+            "there: strategy.per_replica(np.stack(values)); or "
+            "dj.checkpoint.Checkpointer(directory)"
         )
         assert "broadcast(v.value)), read on every process" in said["pickle of a variable"]
         assert (

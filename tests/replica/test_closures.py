@@ -1,13 +1,14 @@
 """A merge function sees what its names stood for when merge_call was called."""
 
 import functools
+import types
 
 import jax
 import numpy as np
 import pytest
 
 import distjax as dj
-from distjax._src.replica.merge import ClosureValues
+from distjax._src.replica.merge import with_own_cells
 from tests.replicas import ids, local
 
 
@@ -69,30 +70,30 @@ def test_in_a_loop_and_under_a_gradient(pair):
     assert local(pair, gradient) == [2 * 2 * (4 + 12)] * 2
 
 
-def test_names_without_a_value_and_names_set_inside():
+def test_names_without_a_value_and_names_that_functions_share():
     count = 0
 
-    def fn():
+    def add():
         nonlocal count
         count += 1
-        return later
+        return add if count < 3 else read()
 
-    values = ClosureValues(fn)
+    def read():
+        return count, later
+
+    own = functools.partial(with_own_cells(add, {}))
     count, later = 5, "now"
-    with values.restore():
-        assert count == 0
-        assert fn() == "now"
-    assert count == 1  # set inside: it stays
-    with values.restore():
-        assert count == 0
-    assert count == 1  # not set inside: as before
+    with pytest.raises(NameError):
+        own()()()
+    assert (count, later) == (5, "now")
+    assert with_own_cells(len, {}) is len
 
 
-def test_names_come_back_after_an_error():
-    name = "then"
-    values = ClosureValues(lambda: name)
-    name = "now"
-    with pytest.raises(KeyError), values.restore():
-        assert name == "then"
-        raise KeyError
-    assert name == "now"
+def test_methods_and_keywords():
+    class Holder:
+        def __init__(self, by):
+            self.scaled = types.MethodType(lambda self, x, *, n=2: x * n * by, self)
+
+    holder = Holder(3)
+    scaled = with_own_cells(holder.scaled, {})
+    assert scaled(1) == 6 and scaled.__self__ is holder and scaled.__name__ == "<lambda>"

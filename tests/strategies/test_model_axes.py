@@ -258,3 +258,34 @@ def test_a_pmap_era_step_runs_unchanged(params, how, kind):
     ):
         np.testing.assert_allclose(g, w[0], rtol=1e-6)
     np.testing.assert_allclose(local(strategy, own), want[3], rtol=1e-6)
+
+
+IN_A_TRACE = {
+    "run": lambda s: s.run(lambda: jnp.ones(4)),
+    "a key": lambda s: s.run(lambda: jax.random.key(0)),
+    "broadcast": lambda s: s.broadcast(jnp.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_TRACE)
+def test_what_a_single_replica_makes_of_nothing_is_on_its_devices(name):
+    """It is not mapped over devices, so nothing else says so."""
+    strategy = dj.MirroredStrategy(jax.devices()[4:], model_axes={"model": 4})
+    out = jax.jit(lambda: IN_A_TRACE[name](strategy))()
+    assert out.devices() == set(jax.devices()[4:])
+
+
+def test_collectives_of_a_single_replica():
+    strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 4})
+
+    def step(x):
+        x = lax.with_sharding_constraint(x, PartitionSpec("model"))
+        moved = lax.ppermute(x, "replica", [(0, 0)]), lax.ppermute(x, "replica", [])
+        parts = lax.psum_scatter(x, "replica", tiled=True), lax.all_to_all(x[None], "replica", 0, 0)
+        return lax.psum(x, "replica"), lax.all_gather(x, "replica"), moved, parts
+
+    x = np.arange(4.0, dtype=np.float32)
+    total, rows, (same, none), (part, exchanged) = strategy.run(step, args=(x,))
+    for found in (total, rows[0], same, part, exchanged[0]):
+        np.testing.assert_array_equal(found, x)
+    assert not none.any() and total.sharding.spec == PartitionSpec("model")

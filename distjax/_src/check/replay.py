@@ -458,7 +458,7 @@ class _Evaluator(OneDevice):
         self._recording = recording
         self._edits_inside: dict[int, dict[int, int]] = {}  # by id of an equation in a loop
         self._is_inside = False
-        self._shares_device = emitter.topology.mesh is None
+        self._maps_devices = emitter.topology.maps_devices
 
     def _is_special(self, eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in DRAWS | jax_compat.CONSTRAINTS:
@@ -467,7 +467,7 @@ class _Evaluator(OneDevice):
             return True
         if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
             return True
-        if self._shares_device:
+        if not self._maps_devices:
             return super()._is_special(eqn)
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 

@@ -256,12 +256,10 @@ class PerReplicaLeaf(Leaf):
 
     @property
     def place(self) -> Sharding | None:
-        topology = self.value.topology
-        return topology.per_replica if topology.is_placed else None
+        return self.value.topology.per_replica
 
     def put(self, value: PyTree) -> PerReplica:
-        value = value if self.place is None else transfer(value, self.place)
-        return PerReplica(value, self.value.topology)
+        return PerReplica(transfer(value, self.place), self.value.topology)
 
 
 class NumberLeaf(Leaf):

@@ -1,7 +1,8 @@
 """Mapping a function over the replicas of a topology.
 
 `map_replicas` is the only place where a replica-view function becomes global-view code: under
-`shard_map` if the replicas have devices of their own, under `vmap` if they share one.
+`shard_map` if the replicas have devices of their own, under `vmap` if they share one, or if one has
+them all (`Topology.maps_devices`).
 
 Joining fuses consecutive maps into one. In a trace, what the replicas compute is one `shard_map`,
 and its reduction is another. Between the two, XLA puts each array together and takes it apart
@@ -12,10 +13,6 @@ Reductions of bfloat16 over model axes on CPU are float32 before XLA sees them. 
 bfloat16 in float32; where some axes of the mesh are automatic, as model axes are, its pass that
 changes the type (`AllReducePromotion`, in JAX 0.10.2 to 0.12) does not know the copy in the code of
 such a reduction, and aborts the process. The results are those that XLA would give.
-
-The collectives of a single replica of several devices are gone before XLA sees them: it takes a map
-over an axis of size 1 for none at all, and then refuses a sum in it of what model axes split (JAX
-0.10.2 to 0.12).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import AbstractValue
-from jax.sharding import AbstractMesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax._src import jax_compat, traces
 from distjax._src.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ShapedArray, Var
@@ -51,13 +48,11 @@ def map_replicas(
 
     Outputs declared equal are taken from replica 0 unchecked.
     """
-    if topology.mesh is None:
+    if not topology.maps_devices:
         return _map_on_one_device(topology, fn, args, args_varying, outs_varying)
 
     if needs_wide_reductions(topology):
         fn, args = widen_reductions(fn, args, args_varying)
-    if topology.model_axes and topology.num_replicas == 1:
-        fn = _without_collectives(fn, topology.axis_name)
 
     def on_blocks(*blocks: jax.Array) -> list[Any]:
         local = [
@@ -127,6 +122,9 @@ def constrain_to_replicas(value: jax.Array, topology: Topology, *, varying: bool
     value = jnp.asarray(value)
     if topology.mesh is None:
         return value
+    if not topology.maps_devices:  # a single replica: on its devices, in whatever parts
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * value.ndim)
+        return lax.with_sharding_constraint(value, NamedSharding(topology.mesh, spec))
     if topology.model_axes:
         # A sharding constraint would also pin the model axes, which stay automatic.
         return map_replicas(topology, lambda x: [x], [value], [varying], [varying])[0]
@@ -420,57 +418,3 @@ def _conversion(source: Var | Literal, target: Var, place: JaxprEqn) -> JaxprEqn
 
 def _is_narrow(aval: AbstractValue) -> bool:
     return isinstance(aval, ShapedArray) and aval.dtype == jnp.bfloat16
-
-
-# -- collectives of a single replica ---------------------------------------------
-
-
-def _without_collectives(
-    fn: Callable[..., Sequence[Any]], axis_name: str
-) -> Callable[..., Sequence[Any]]:
-    """Returns what a single replica computes, without collectives over the axis of replicas."""
-
-    def rewrite(eqn: JaxprEqn) -> list[JaxprEqn] | None:
-        given = (eqn.params.get(key, ()) for key in ("axes", "axis_name", "axis"))
-        named = [x if isinstance(x, (tuple, list)) else (x,) for x in given]
-        return _on_one_replica(eqn) if any(tuple(x) == (axis_name,) for x in named) else None
-
-    def alone(*local: jax.Array) -> Sequence[Any]:
-        jaxpr, consts = traces.trace_jaxpr(lambda *own: fn(*own), local)
-        return jax_compat.eval_jaxpr(Rewriter(rewrite).rewrite(jaxpr), consts, local)
-
-    return alone
-
-
-def _on_one_replica(eqn: JaxprEqn) -> list[JaxprEqn] | None:
-    """Returns the equations that do what a collective does where there is one replica."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "axis_index":
-        return _spliced(lambda: jnp.zeros((), jnp.int32), eqn, [], eqn.outvars)
-    if name not in _COLLECTIVES:
-        return None
-    convert: Callable[[jax.Array], jax.Array] = lambda x: x
-    if name in ("all_gather", "all_gather_invariant") and not params["tiled"]:
-        convert = lambda x: lax.expand_dims(x, (params["all_gather_dimension"],))
-    elif name == "reduce_scatter" and not params["tiled"]:
-        convert = lambda x: lax.squeeze(x, (params["scatter_dimension"],))
-    elif name == "ppermute" and not params["perm"]:
-        convert = jnp.zeros_like
-    pairs = zip(eqn.invars, eqn.outvars, strict=True)
-    return [e for v, out in pairs for e in _spliced(convert, eqn, [v], [out])]
-
-
-#: Primitives that take as many values from the replicas as they return.
-_COLLECTIVES = _REDUCTIONS | {"all_gather_invariant", "all_to_all", "ppermute"}
-
-
-def _spliced(
-    fn: Callable[..., Any], place: JaxprEqn, ins: Sequence[Any], outs: Sequence[Var]
-) -> list[JaxprEqn]:
-    """Returns the equations of a function of at most one value, as if at the place of another."""
-    made = jax.make_jaxpr(lambda *x: jnp.copy(fn(*x)))(
-        *(struct(v.aval.shape, v.aval.dtype) for v in ins)
-    )
-    names: dict[Any, Any] = dict(zip(made.jaxpr.invars, ins, strict=True))
-    eqns = [renamed(e, names, place, 0) for e in made.jaxpr.eqns]
-    return [*eqns[:-1], eqns[-1].replace(outvars=list(outs))]

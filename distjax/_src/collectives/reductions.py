@@ -176,7 +176,7 @@ def sum_split(
     Where arrays are joined or cut on the way, each device does so with its own parts.
     """
     moves = options.bytes_per_pack or options.compress or options.devices_per_host > 1
-    is_split = [bool(spec and moves) for spec in specs]
+    is_split = [bool(spec and moves and topology.maps_devices) for spec in specs]
     if not any(is_split):
         return sum_over_replicas(arrays, topology, options)
     sums: dict[bool, Iterator[jax.Array]] = {}

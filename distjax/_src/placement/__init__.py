@@ -61,6 +61,7 @@ from distjax._src.placement.transfer import (
     require_held,
     require_no_mask,
     require_wholly_here,
+    take_apart,
     transfer,
     transfer_each,
     transfer_local_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import inspect
 import math
@@ -14,7 +15,7 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.placement.rows import MIXED, axis_of_layout, is_in_front, note_rows, replica_axis
-from distjax._src.placement.topology import Topology, unplaced_topology
+from distjax._src.placement.topology import Topology
 from distjax._src.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax._src.tables import Table, as_html
 from distjax._src.traces import is_struct
@@ -78,8 +79,8 @@ class PerReplica:
     tree as it is; `run` and its like refuse it if it holds the values of all replicas still.
     Anything that is not a value (a sharding, a spec, an axis, None) stays wrapped.
 
-    `pickle`, `copy.copy` and `copy.deepcopy` give a PerReplica of a NumPy array [R, ...] on no
-    devices; the first strategy with R replicas to use it places it.
+    A copy (`copy.copy`, `copy.deepcopy`) has the same replicas. It cannot be pickled, since they
+    belong to this process.
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
@@ -163,18 +164,16 @@ class PerReplica:
         processes = sorted({d.process_index for d in self.topology.replica_devices(replica)})
         return " and ".join(f"process {p}" for p in processes)
 
-    def __reduce__(self) -> Any:
-        if not _is_wholly_here(self.stacked):
-            raise LocalityError(_pickle_text(self))
-        host, key_impl = self.stacked, None
-        if isinstance(host, jax.Array) and jax_compat.is_key_dtype(host.dtype):
-            host, key_impl = jax.random.key_data(host), jax_compat.key_impl(host.dtype)
-        host = np.asarray(host) if isinstance(host, _ARRAYS) else host
-        return _from_host, (host, self.aux[1], key_impl)
+    def __copy__(self) -> PerReplica:
+        return with_aux(self.stacked, self.aux)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
+        return with_aux(copy.deepcopy(self.stacked, memo), self.aux)
+
+    def __reduce__(self) -> NoReturn:
+        raise LocalityError(_pickle_text(self))
 
     def _place(self, replica: int) -> str:
-        if not self.topology.is_placed:
-            return "no device yet"
         return ", ".join(str(d) for d in self.topology.replica_devices(replica))
 
     def _repr_html_(self) -> str:
@@ -286,12 +285,6 @@ _new = object.__new__
 jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.aux), _unflatten)
 
 
-def _from_host(host: PyTree, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
-    """Rebuilds a PerReplica that was pickled or copied."""
-    stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
-    return with_aux(stacked, (unplaced_topology(shape[0]), shape))
-
-
 def is_per_replica(value: object) -> bool:
     """Returns whether `value` is a PerReplica; use it as ``is_leaf=``.
 
@@ -305,20 +298,12 @@ def is_per_replica(value: object) -> bool:
 
 
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
-    """Raises a LocalityError if `value`, named `where` by the user, belongs to other replicas.
-
-    A value that has no devices yet is placed, in place, if its number of replicas matches.
-    """
+    """Raises a LocalityError if `value`, named `where` by the user, belongs to other replicas."""
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))
     require_in_front(value, topology, where)
     if value.topology == topology:
         return_to_replicas(value)
-        return
-    if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
-        if not isinstance(value.stacked, jax_compat.Tracer):
-            _move(value, topology)
-        value.aux = topology, value.aux[1]
         return
     raise LocalityError(
         f"{where} needs a PerReplica over {topology.num_replicas} replicas ({topology})",
@@ -345,12 +330,8 @@ def require_in_front(value: PerReplica, topology: Topology, where: str) -> None:
 def return_to_replicas(value: PerReplica) -> None:
     """Moves the array back, in place, if `jax.device_put` took it off the replicas' devices."""
     if is_elsewhere(value.stacked, set(value.topology.devices)):
-        _move(value, value.topology)
-
-
-def _move(value: PerReplica, topology: Topology) -> None:
-    with jax_compat.outside_traces():
-        value.stacked = transfer(value.stacked, topology.per_replica)
+        with jax_compat.outside_traces():
+            value.stacked = transfer(value.stacked, value.topology.per_replica)
 
 
 def _no_conversion_text(value: PerReplica, what: str = "numpy", fix: str = "") -> str:
@@ -368,11 +349,11 @@ def _no_conversion_text(value: PerReplica, what: str = "numpy", fix: str = "") -
 
 def _pickle_text(value: PerReplica) -> str:
     return message(
-        "a PerReplica needs to be wholly on this process to be pickled",
-        got=f"{value.num_replicas} values, some of them on devices of other processes",
-        why="a part would be taken for the whole",
-        fix="pickle strategy.local_results(x), the values of this process; or, read on every "
-        "process, strategy.reduce('mean', x)",
+        "a PerReplica needs to stay in its process",
+        got=f"pickle of {value.num_replicas} values of shape {value.shape}",
+        why="its replicas are on the devices of a strategy, which belong to this process",
+        fix="pickle strategy.local_results(x), the values of this process, and stack them there: "
+        "strategy.per_replica(np.stack(values)); or dj.checkpoint.Checkpointer(directory)",
     )
 
 

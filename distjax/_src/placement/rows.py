@@ -30,8 +30,6 @@ from distjax.errors import LocalityError, describe_value
 
 #: In place of an axis: the values of the replicas are in the array, but not along one axis.
 MIXED = -1
-#: In the body of a loop over the axis of the replicas: computed from the row of this turn.
-_ROW = -2
 #: The axis over the replicas; None: the array is one value.
 Axis = int | None
 Shape = tuple[int, ...]
@@ -332,7 +330,7 @@ class _AxisFlow(Flow[Axis]):
         if all(axis is None for axis in ins):
             return [None] * len(eqn.outvars)
         outs = zip(super().outputs_of(eqn, ins), eqn.outvars, strict=True)
-        return [axis if _shape_of(v) or axis == _ROW else None for axis, v in outs]
+        return [axis if _shape_of(v) else None for axis, v in outs]
 
     def of_equation(self, eqn: JaxprEqn, ins: list[Axis]) -> Sequence[Axis] | None:
         """Returns the axes by the rule of the primitive."""
@@ -344,43 +342,26 @@ class _AxisFlow(Flow[Axis]):
         rule = _RULES.get(name)
         if rule is None:
             return None
-        if MIXED in ins or _ROW in ins:
+        if MIXED in ins:
             return self.of_unknown(eqn, ins)
         shapes = list(map(_shape_of, eqn.invars))
         return [rule(params, ins, shapes, _shape_of(v), self._count) for v in eqn.outvars]
 
     def of_unknown(self, eqn: JaxprEqn, ins: list[Axis]) -> Sequence[Axis]:
-        """Returns MIXED, as no rule tells anything, or that it is of one row."""
-        return [_ROW if _joined(ins) == _ROW else MIXED] * len(eqn.outvars)
+        """Returns MIXED, as no rule tells anything."""
+        return [MIXED] * len(eqn.outvars)
 
     def of_predicate(self, eqn: JaxprEqn, predicate: Axis, outs: list[Axis]) -> list[Axis]:
         """Returns MIXED for what a choice among rows decides on."""
-        if predicate in (None, _ROW):
-            return [self.join(out, predicate) for out in outs]
-        return [MIXED] * len(outs)
+        return outs if predicate is None else [MIXED] * len(outs)
 
     def of_slice(self, xs: Axis) -> Axis:
-        """Returns the axis of a slice of what a scan runs over."""
-        return _ROW if xs == 0 else _without([0], xs)
+        """Returns the axis of a slice of what a scan runs over; of a loop over the rows, MIXED."""
+        return MIXED if xs == 0 else _without([0], xs)
 
     def of_stack(self, y: Axis) -> Axis:
         """Returns the axis once results are stacked in front."""
-        return y if y in (None, MIXED, _ROW) else y + 1
-
-    def _scan(self, eqn: JaxprEqn, ins: list[Axis]) -> list[Axis]:
-        """Returns the axes of a scan; over the replicas' axis, what it stacks has a row for each.
-
-        What such a scan carries is made of all rows: one value.
-        """
-        _, start, xs = jax_compat.split_scan_inputs(eqn, ins)
-        if 0 not in xs:
-            return super()._scan(eqn, ins)
-        if _ROW in ins:
-            return [MIXED] * len(eqn.outvars)
-        outs = super()._scan(eqn, ins)
-        carry, ys = outs[: len(start)], outs[len(start) :]
-        carry = [None if axis == _ROW else axis for axis in carry]
-        return [*carry, *(0 if axis == _ROW else axis for axis in ys)]
+        return y if y in (None, MIXED) else y + 1
 
 
 def _axis_of_spec(spec: Sequence[Any], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Axis:

@@ -52,13 +52,15 @@ class Topology:
         return self.mesh if self.stands_for is None else self.stands_for
 
     @property
-    def is_placed(self) -> bool:
-        """Whether it has devices; see `unplaced_topology`."""
-        return bool(self.devices)
+    def maps_devices(self) -> bool:
+        """Whether replicas are mapped over devices, by `shard_map`; else they run under `vmap`.
+
+        XLA takes a map over an axis of size 1 for none at all, and then refuses a sum in it of what
+        model axes split (JAX 0.10.2 to 0.12): a single replica of several devices is not mapped.
+        """
+        return self.mesh is not None and (self.num_replicas > 1 or not self.model_axes)
 
     def __repr__(self) -> str:
-        if not self.is_placed:
-            return f"Topology(R={self.num_replicas}, on no devices yet)"
         model = "".join(f", {n}={s}" for n, s in self.model_axes)
         place = str(self.devices[0]) if len(self.devices) == 1 else f"{len(self.devices)} devices"
         return f"Topology(R={self.num_replicas} over {self.axis_name!r} on {place}{model})"
@@ -156,12 +158,6 @@ def _mesh_of_sharers(mesh: Mesh | AbstractMesh, axis_name: str, sharers: int) ->
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(sizes, names, axis_types=types)
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
-
-
-@functools.cache
-def unplaced_topology(num_replicas: int) -> Topology:
-    """Returns the topology of values that were copied or unpickled and have no devices yet."""
-    return Topology((), num_replicas, "", None)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from distjax._src import jax_compat
 from distjax._src.placement.topology import Topology
 from distjax._src.traces import is_struct, struct
 from distjax._src.typing import PyTree
+from distjax._src.user_mesh import ignores_user_mesh
 from distjax.errors import LocalityError, describe_value, message
 
 _config: Any = jax.config  # type checkers do not know its options
@@ -123,6 +124,40 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
         for offset in range(shard.data.shape[0]) if is_whole else ():
             rows.setdefault((first.start or 0) + offset, shard.data[offset])
     return {replica: rows[replica] for replica in topology.local_replicas if replica in rows}
+
+
+@ignores_user_mesh
+def take_apart(array: PyTree, topology: Topology, *, varying: bool) -> tuple[jax.Array, ...]:
+    """Returns one array [...] per replica: slices of [R, ...], or copies of one value.
+
+    In a trace, which is the same on every process, for all R; else for this process's replicas.
+    """
+    count, is_traced = topology.num_replicas, isinstance(array, jax_compat.Tracer)
+    if is_traced or not isinstance(array, jax.Array) or topology.mesh is None:
+        return tuple(array[i] for i in range(count)) if varying else (array,) * count
+    if varying:
+        return _local_slices(array, topology)
+    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
+        return (array,) * len(topology.local_replicas)
+    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
+    return tuple(shards[device] for device in topology.local_devices)
+
+
+def _local_slices(stacked: jax.Array, topology: Topology) -> tuple[jax.Array, ...]:
+    is_here = not topology.spans_processes
+    rows = {} if is_here and topology.model_axes else local_rows(stacked, topology)
+    if len(rows) == len(topology.local_replicas):
+        return tuple(rows.values())
+    if is_here:  # a user's jax.tree.map may have changed the layout
+        return tuple(stacked[i] for i in range(topology.num_replicas))
+    raise LocalityError(
+        "a value per replica needs to lie with its replicas to be taken apart",
+        got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
+        f"holds the values of replicas {list(rows)}",
+        why="the others are in other processes, and taking apart moves nothing between them",
+        fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
+        "its replica",
+    )
 
 
 def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:

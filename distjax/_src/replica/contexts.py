@@ -62,7 +62,7 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> Any:
         """This replica's index, 0 to R - 1, as a traced int32 scalar."""
-        self._require_current("replica_id_in_sync_group")
+        _require_current(self, "replica_id_in_sync_group")
         return lax.axis_index(self._axis_name)
 
     @property
@@ -107,7 +107,7 @@ class ReplicaContext:
         Source: tf.distribute.ReplicaContext.merge_call (TF 1.13).
         """
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
-        frame = self._require_current("merge_call")
+        frame = _require_current(self, "merge_call")
         try:
             merge = trace_merge(self._strategy, merge_fn, args, kwargs)
             self.merges.append(merge)  # the equation refers to it weakly
@@ -145,7 +145,7 @@ class ReplicaContext:
         Source: tf.distribute.ReplicaContext.all_reduce.
         """
         op = ops.as_reduce_op(op)
-        self._require_current("all_reduce")
+        _require_current(self, "all_reduce")
         require_dense(value, "all_reduce")
         axis_name, count = self._axis_name, self._strategy.extended.num_replicas
 
@@ -176,7 +176,7 @@ class ReplicaContext:
 
         Source: tf.distribute.ReplicaContext.all_gather.
         """
-        self._require_current("all_gather")
+        _require_current(self, "all_gather")
         require_dense(value, "all_gather")
         axis_name = self._axis_name
 
@@ -197,27 +197,28 @@ class ReplicaContext:
         """
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
 
-    def _require_current(self, what: str) -> Frame:
-        """Returns the current frame, or raises if it is not this context's."""
-        frame = frames.current()
-        if frame.replica_context is self:
-            return frame
-        if frame.replica_context is None and frame.strategy is self._strategy:
-            raise MergeError(
-                f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
-                got=frame.name,
-                why="in a merge function and outside run there is one program, not R replicas",
-                fix="strategy.reduce(op, x) in cross-replica context; or enter replica "
-                "context with strategy.run(fn, args)",
+
+def _require_current(context: ReplicaContext | DefaultReplicaContext, what: str) -> Frame:
+    """Returns the current frame, or raises if it is not that of `context`."""
+    frame = frames.current()
+    if frame.replica_context is context:
+        return frame
+    if frame.strategy is not context.strategy:
+        text = "Mismatching tf.distribute.Strategy objects: a context is valid only while its "
+        raise StrategyMismatchError(
+            mixing_text(context.strategy, frame, f"{what} of a replica context").replace(
+                "Why: ", f"Why: {text}function is traced. ", 1
             )
-        if frame.replica_context is None or frame.strategy is not self._strategy:
-            text = "Mismatching tf.distribute.Strategy objects: a context is valid only while its "
-            raise StrategyMismatchError(
-                mixing_text(self._strategy, frame, f"{what} of a replica context").replace(
-                    "Why: ", f"Why: {text}function is traced. ", 1
-                )
-            )
+        )
+    if frame.replica_context is not None:
         raise ContextError(other_call_text(what))
+    raise MergeError(
+        f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
+        got=frame.name,
+        why="in a merge function and outside run there is one program, not R replicas",
+        fix="strategy.reduce(op, x) in cross-replica context; or enter replica "
+        "context with strategy.run(fn, args)",
+    )
 
 
 def _is_leaf(value: object) -> bool:
@@ -277,7 +278,7 @@ class DefaultReplicaContext:
     ) -> Any:
         """Calls ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context."""
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
-        self._require_current("merge_call")
+        _require_current(self, "merge_call")
         _warn_if_mapped("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
         with frames.with_frame(frame):
@@ -290,36 +291,19 @@ class DefaultReplicaContext:
     def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:
         """Returns `value`."""
         ops.as_reduce_op(op)
-        self._require_current("all_reduce")
+        _require_current(self, "all_reduce")
         _warn_if_mapped("all_reduce")
         return value
 
     def all_gather(self, value: PyTree, axis: int) -> Any:
         """Returns `value`."""
-        self._require_current("all_gather")
+        _require_current(self, "all_gather")
         _warn_if_mapped("all_gather")
         return value
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """Returns `key` folded with 0, as replica 0 of any strategy does."""
         return jax.random.fold_in(key, 0)
-
-    def _require_current(self, what: str) -> None:
-        frame = frames.current()
-        if frame.replica_context is self:
-            return
-        if frame.strategy is not self._strategy:
-            raise StrategyMismatchError(
-                mixing_text(self._strategy, frame, f"{what} of the default replica context")
-            )
-        if frame.replica_context is not None:
-            raise ContextError(other_call_text(what))
-        raise MergeError(
-            f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
-            got=frame.name,
-            why="a merge function runs in cross-replica context",
-            fix="call it in the replica function, or use strategy.reduce(op, x)",
-        )
 
 
 def _warn_if_mapped(what: str) -> None:

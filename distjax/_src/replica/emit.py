@@ -44,7 +44,7 @@ class JaxprEmitter:
         self.topology = topology
         self.analysis = Analysis(topology.axis_name)
         self._evaluate = _call
-        if topology.mesh is None:
+        if not topology.maps_devices:
             self._evaluate = OneDevice(self.analysis, topology.num_replicas).evaluate
 
     def emit(

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -286,7 +286,7 @@ class UserMerge:
 
     def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
         self.strategy, self.fn, self.args = strategy, fn, args
-        self._closure = ClosureValues(fn)
+        self._fn_of_now = with_own_cells(fn, {})
         self._modes = ProgramModes.of_this_thread()
 
     @property
@@ -317,7 +317,7 @@ class UserMerge:
             state = ShapeState(local_view=False, creations=creation)
             values = [PerReplica(a, topology) if varying else a for a in arrays]
             args, kwargs = self.args.combine(values)
-            with self._called(state):
+            with frames.with_frame(Frame(self.strategy, state=state)):
                 result = self._partition(self.fn(self.strategy, *args, **kwargs))
             outs = self._as_global_values(result.take_leaves())
             written = list(state.written)
@@ -331,12 +331,6 @@ class UserMerge:
             jaxpr, _ = traces.trace_jaxpr(traced, avals, only_shapes=True)
         self._require_no_bare_collective(jaxpr)
         self.__dict__.update(found, jaxpr=None if varying else jaxpr)
-
-    @contextlib.contextmanager
-    def _called(self, state: TraceState) -> Generator[None]:
-        """A context for a call of the function, with variables in `state`."""
-        with frames.with_frame(Frame(self.strategy, state=state)), self._closure.restore():
-            yield
 
     def _partition(self, result: PyTree) -> PartitionedTree:
         return partition_result(result, f"merge function {function_name(self.fn)}")
@@ -371,8 +365,8 @@ class UserMerge:
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, to_variable(variable, value, self.topology))
         args, kwargs = self.args.combine(args)
-        with self._modes(), self._called(state):
-            result = self._partition(self.fn(self.strategy, *args, **kwargs))
+        with self._modes(), frames.with_frame(Frame(self.strategy, state=state)):
+            result = self._partition(self._fn_of_now(self.strategy, *args, **kwargs))
         outs = self._as_global_values(result.leaves)
         is_other = len(outs) != len(self.result.leaves)
         if is_other or set(state.written) != set(self.written):
@@ -491,59 +485,37 @@ def reduction_of(eqn: JaxprEqn) -> str | None:
 
 # -- what it closes over ------------------------------------------------------
 
-_EMPTY = object()
 
-
-class ClosureValues:
-    """The values that a function and the functions in its closure close over.
+def with_own_cells(fn: PyTree, cells: dict[int, types.CellType]) -> Any:
+    """Returns a function as it is now: what it and functions in it close over is not rebound.
 
     A merge function is called where it is bound, and again where the program is emitted. In between
     the replica function goes on, and may rebind names that the merge function closes over, such as
     the `v` in ``for v in variables``. The second call must see what the first one saw.
+
+    Args:
+      fn: a function, or anything else, which is returned as it is.
+      cells: by `id`, the copies of cells, which functions share as they shared the cells.
     """
-
-    def __init__(self, fn: Callable[..., Any]):
-        self._values = [(cell, _content(cell)) for cell in _cells(fn, {}).values()]
-
-    @contextlib.contextmanager
-    def restore(self) -> Generator[None]:
-        """Restores these values for a block; undoes that afterwards, except for names rebound."""
-        others = [
-            (cell, value, _content(cell))
-            for cell, value in self._values
-            if _content(cell) is not value and value is not _EMPTY
-        ]
-        for cell, value, _ in others:
-            cell.cell_contents = value
-        try:
-            yield
-        finally:
-            for cell, value, other in others:
-                if _content(cell) is value:
-                    _write_cell(cell, other)
-
-
-def _cells(fn: object, found: dict[int, types.CellType]) -> dict[int, types.CellType]:
-    """Returns the closure cells of ``fn`` and of functions in them, by identity."""
-    while isinstance(fn, (functools.partial, types.MethodType)):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-    cells = (fn.__closure__ or ()) if inspect.isfunction(fn) else ()
-    for cell in cells:
-        if id(cell) not in found:
-            found[id(cell)] = cell
-            _cells(_content(cell), found)
-    return found
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an unbound name
-        return _EMPTY
-
-
-def _write_cell(cell: types.CellType, value: object) -> None:
-    if value is _EMPTY:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = value
+    if isinstance(fn, functools.partial):
+        own = with_own_cells(fn.func, cells)
+        return fn if own is fn.func else functools.partial(own, *fn.args, **fn.keywords)
+    if isinstance(fn, types.MethodType):
+        own = with_own_cells(fn.__func__, cells)
+        return fn if own is fn.__func__ else types.MethodType(own, fn.__self__)
+    if not inspect.isfunction(fn) or not fn.__closure__:
+        return fn
+    for cell in fn.__closure__:
+        if id(cell) not in cells:
+            cells[id(cell)] = types.CellType()  # before what it holds: a function may hold itself
+            with contextlib.suppress(ValueError):  # a name without a value
+                cells[id(cell)].cell_contents = with_own_cells(cell.cell_contents, cells)
+    own = types.FunctionType(
+        fn.__code__,
+        fn.__globals__,
+        fn.__name__,
+        fn.__defaults__,
+        tuple(cells[id(cell)] for cell in fn.__closure__),
+    )
+    own.__kwdefaults__ = fn.__kwdefaults__
+    return functools.update_wrapper(own, fn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import hooks, jax_compat, traces, user_lines, user_mesh
+from distjax._src.collectives.mapping import constrain_to_replicas
 from distjax._src.context import Frame, StrategyLike, frames, without_expectations
 from distjax._src.jax_compat import Jaxpr, JaxprEqn
 from distjax._src.placement import PerReplica, Topology, require_not_split, require_same_topology
@@ -372,12 +374,44 @@ class TracedRun(NamedTuple):
     traced: ReplicaTrace
     topology: Topology
     results: Sequence[GlobalValue]
-    values: Sequence[Any]
     finals: Sequence[GlobalValue]
     unequal: Sequence[Any]
-    num_own: int
-    is_first_of_several: bool
     expectations: Mapping[int, tuple[Any, str]]
+    values: Sequence[Any] = ()
+    num_own: int = 0
+    is_first_of_several: bool = False
+
+
+def emit_on_replicas(
+    strategy: StrategyLike, fn: Callable[..., Any], given: Given, outer: TraceState
+) -> TracedRun:
+    """Traces ``fn`` as one replica sees it, and emits it, with what it writes, into `outer`."""
+    topology = strategy.extended.topology
+    partitioned, global_values = given.partitioned, given.values
+    try:
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
+    except Exception as error:
+        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
+        raise
+    require_no_other_mesh(given.name, traced.jaxpr, topology)
+    for captured in traced.consts:
+        require_not_split(captured, topology, f"an array that {given.name} captures")
+    require_own_axis(given.name, traced.jaxpr, topology)
+    try:
+        outs = _emit(topology, traced, global_values, outer)
+    except BaseException as error:
+        if not traced.created:
+            raise
+        traced = keep_created(traced, error)
+        outs = _emit(topology, traced, global_values, outer)
+    num_results, num_written = len(traced.result.leaves), len(traced.written)
+    results, finals = outs[:num_results], outs[num_results : num_results + num_written]
+    unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
+    if traced.error is not None:
+        raise traced.error
+    for variable, value in zip(traced.written, finals, strict=True):
+        outer.write(variable, to_variable(variable, value, topology))
+    return TracedRun(fn, given, traced, topology, results, finals, unequal, outer.expectations)
 
 
 def run_in_trace(
@@ -404,48 +438,15 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    try:
-        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
-    except Exception as error:
-        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
-        raise
-    require_no_other_mesh(given.name, traced.jaxpr, topology)
-    for captured in traced.consts:
-        require_not_split(captured, topology, f"an array that {given.name} captures")
-    require_own_axis(given.name, traced.jaxpr, topology)
-    try:
-        outs = _emit(topology, traced, global_values, outer)
-    except BaseException as error:
-        if not traced.created:
-            raise
-        traced = keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
-    num_results, num_written = len(traced.result.leaves), len(traced.written)
-    results, finals = outs[:num_results], outs[num_results : num_results + num_written]
-    unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
-    if traced.error is not None:
-        raise traced.error
-    for variable, value in zip(traced.written, finals, strict=True):
-        outer.write(variable, to_variable(variable, value, topology))
-    pinned = _pin_results(results, topology)
-    values = [as_user_value(r, topology) for r in pinned]
-    is_several = returns_object_state
-    num_own = sum(path.startswith("[0]") or not is_several for path in traced.result.paths)
-    run = TracedRun(
-        fn,
-        given,
-        traced,
-        topology,
-        results,
-        values,
-        finals,
-        unequal,
-        num_own,
-        is_several,
-        outer.expectations,
+    run = emit_on_replicas(strategy, fn, given, outer)
+    tree, is_several = run.traced.result, returns_object_state
+    run = run._replace(
+        values=[as_user_value(r, topology) for r in _pin_results(run.results, topology)],
+        num_own=sum(path.startswith("[0]") or not is_several for path in tree.paths),
+        is_first_of_several=is_several,
     )
     hooks.tell(hooks.on_traced, run)
-    result = traced.result.combine(values)
+    result = tree.combine(run.values)
     for after_call in told:
         after_call(result, {})
     return result
@@ -462,13 +463,16 @@ def _require_same_replicas(
             require_not_split(leaf, topology, where)
 
 
-def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalValue]:
-    """Constrains `results` to the strategy's device if it has no mesh.
+def _pin_results(results: Sequence[GlobalValue], topology: Topology) -> Sequence[GlobalValue]:
+    """Constrains `results` to the strategy's devices if no map over them does.
 
     Otherwise, if all arguments are uncommitted, `jit` would pick the default device.
     """
-    if topology.mesh is not None:
+    if topology.maps_devices:
         return results
+    if topology.mesh is not None:
+        place = functools.partial(constrain_to_replicas, topology=topology)
+        return [GlobalValue(place(r.array, varying=r.varying), r.varying) for r in results]
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
 

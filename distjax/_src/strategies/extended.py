@@ -107,7 +107,6 @@ class StrategyExtended:
         self._run_programs = FunctionCache(functools.partial(make_run_program, self))
         self.variable_lock = VariableLock()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
-        self._containers = values.ComponentRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: OwningStrategy) -> None:
@@ -423,15 +422,10 @@ class StrategyExtended:
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
-        """Returns the variable of which `value` is a component, else `value` itself."""
-        return self._containers.container_of(value)
+        """Returns the variable whose `local_results` gave out `value`, else `value` itself."""
+        return next((v for v in self.variables if v.stored.gave_out(value)), value)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether `v` belongs to this strategy."""
         updating.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
-
-    @_off_user_mesh
-    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the components of a variable's stored array."""
-        return self._containers.split(self.topology, variable, stored)

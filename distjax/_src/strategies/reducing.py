@@ -462,8 +462,6 @@ def resolve(
     if isinstance(destinations, Variable):
         return reduction_layout(destinations.strategy.extended, destinations).sharding
     if isinstance(destinations, PerReplica):
-        if not destinations.topology.is_placed:  # it was unpickled
-            require_same_topology(destinations, topology, f"{method}: destinations")
         return destinations.topology.mirrored
     if isinstance(destinations, jax_compat.Tracer):
         return topology.mirrored

@@ -1,8 +1,8 @@
 """update, update_non_slot, colocate_vars_with: what runs or lives where a variable does.
 
 The copies of a mirrored variable are equal, so the function runs once, on the one value that they
-share. The components of a sync-on-read variable differ, so there the function is mapped over the
-replicas, in a program of its own unless a trace is active.
+share. The components of a sync-on-read variable differ: there it runs as a replica function, in
+cross-replica context, in a program of its own unless a trace is active.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from distjax._src.collectives.mapping import map_replicas
 from distjax._src.context import Destinations, Frame, frames
 from distjax._src.placement import (
     PerReplica,
@@ -30,14 +29,14 @@ from distjax._src.replica.arguments import (
     PartitionedTree,
     function_name,
     is_array,
-    partition_result,
     positional_names,
     user_path,
 )
-from distjax._src.replica.global_value import GlobalValue, as_user_value
+from distjax._src.replica.global_value import GlobalValue, as_user_value, from_user_value
+from distjax._src.replica.trace import Given, emit_on_replicas
 from distjax._src.strategies.values import parts_of
 from distjax._src.typing import KeywordArgs, PositionalArgs, PyTree
-from distjax._src.variables.state import TracedVariable, TraceState
+from distjax._src.variables.state import TraceState
 from distjax._src.variables.variable import ExtendedForVariables, Variable
 from distjax.errors import (
     ContextError,
@@ -255,16 +254,30 @@ def _on_each_copy(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    updated = () if variable is None else (variable,)
+    names = positional_names(fn)[len(updated) :]
+
+    def on_copy(*args: PyTree, **kwargs: PyTree) -> Any:
+        frame = dataclasses.replace(frames.current(), replica_context=None, in_update=True)
+        with frames.with_frame(frame):
+            return fn(*updated, *args, **kwargs)
+
     def emit(
         fn: Callable[..., Any], state: TraceState, args: PositionalArgs, kwargs: KeywordArgs
     ) -> Any:
-        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
+        given = PartitionedTree((args, kwargs), is_array)
+        values = list(map(from_user_value, given.leaves))
+        named = Given(function_name(fn), given, names, values)
+        emitted = emit_on_replicas(extended.strategy, fn, named, state)
+        results = [as_user_value(x, extended.topology) for x in emitted.results]
+        return emitted.traced.result.combine(results)
 
+    on_copy.__qualname__ = function_name(fn)  # what errors say
     state = frames.current().state
     if state is not None:
-        return emit(fn, state, args, kwargs)
+        return emit(on_copy, state, args, kwargs)
     name = "update_non_slot" if variable is None else f"update of {variable.name}"
-    return Program(cross_replica_step(extended, name, lambda: fn, emit)).call(args, kwargs)
+    return Program(cross_replica_step(extended, name, lambda: on_copy, emit)).call(args, kwargs)
 
 
 def cross_replica_step(
@@ -281,72 +294,3 @@ def cross_replica_step(
     """
     place, strategy = extended.place_arguments, extended.strategy
     return Step(resolve, emit, place, name, argument_names, strategy, takes_objects=False)
-
-
-class _ComponentState(TraceState):
-    """The trace state of a function running on each component of one variable.
-
-    Only that variable's component is tracked: the function may read other variables that
-    hold a single value, and must not write them.
-    """
-
-    def __init__(self, variable: Variable | None, outer: TraceState):
-        super().__init__(local_view=True, parent=outer)
-        self.holds_whole = True  # read in the global view, around the map over the components
-        self._updated = variable
-
-    def _initial(self, variable: TracedVariable) -> Any:
-        if isinstance(variable, Variable) and variable.policy.stacked:
-            raise ContextError(_other_variable_text("read", variable))
-        return super()._initial(variable)
-
-    def write(self, variable: TracedVariable, value: PyTree) -> None:
-        """Sets the component's value; raises for any other variable."""
-        if variable is not self._updated:
-            raise ContextError(_other_variable_text("write", variable))
-        super().write(variable, value)
-
-
-def _other_variable_text(action: str, variable: TracedVariable) -> str:
-    return message(
-        f"a {action} of variable {variable.name!r} needs an update of its own",
-        got="an update function that runs on the components of another variable",
-        why="only the components of the variable being updated are followed there",
-        fix="pass values as arguments: update(v, fn, args=(x,)), and call update for each "
-        "variable that changes",
-    )
-
-
-def _on_each_copy_in_trace(
-    extended: Updated,
-    variable: Variable | None,
-    fn: Callable[..., Any],
-    args: PositionalArgs,
-    kwargs: KeywordArgs,
-    outer: TraceState,
-) -> Any:
-    topology = extended.topology
-    partitioned = PartitionedTree((args, kwargs), is_array)
-    slots = [] if variable is None else [variable]
-    leaves = [x.stacked if isinstance(x, PerReplica) else x for x in partitioned.leaves]
-    varying = [isinstance(x, PerReplica) for x in partitioned.leaves]
-    found: list[PartitionedTree] = []
-
-    def on_copy(*local: jax.Array) -> list[Any]:
-        state = _ComponentState(variable, outer)
-        for slot, component in zip(slots, local, strict=False):
-            state.bind(slot, component)
-        inner_args, inner_kwargs = partitioned.combine(local[len(slots) :])
-        with frames.with_frame(Frame(extended.strategy, state=state, in_update=True)):
-            returned = fn(*slots, *inner_args, **inner_kwargs)
-            result = partition_result(returned, function_name(fn))
-        found[:] = [result]
-        return [*(state.read(slot) for slot in slots), *result.leaves]
-
-    inputs = [*(outer.read(slot) for slot in slots), *leaves]
-    outs = map_replicas(topology, on_copy, inputs, [*(True for _ in slots), *varying], True)
-    for slot, value in zip(slots, outs, strict=False):
-        outer.write(slot, value)
-    results = outs[len(slots) :]
-    wrapped = [x[0] if topology.num_replicas == 1 else PerReplica(x, topology) for x in results]
-    return found[0].combine(wrapped)

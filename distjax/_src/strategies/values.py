@@ -6,7 +6,6 @@ Arrays [R, ...] become a `PerReplica` (`per_replica`), and the first row one val
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +25,12 @@ from distjax._src.placement import (
     is_host_memory,
     is_per_replica,
     is_split_over_replicas,
-    local_rows,
     replica_axis,
     require_held,
     require_no_mask,
     require_not_split,
     require_same_topology,
+    take_apart,
     transfer,
     transfer_local_rows,
     without_alias,
@@ -85,8 +84,6 @@ def locality(x: PyTree) -> Locality:
     """
     if isinstance(x, Variable):
         return Locality(x.layout.kind, x.sharding or x.stored.require().sharding)
-    if isinstance(x, PerReplica) and not x.topology.is_placed:
-        return Locality(kinds.UNPLACED)
     if isinstance(x, PerReplica):
         return Locality(kinds.PER_REPLICA, x.topology.per_replica)
     if isinstance(x, jax_compat.Tracer):
@@ -150,51 +147,9 @@ def parts_of(topology: Topology, leaf: PyTree) -> tuple[Any, ...]:
     if isinstance(leaf, Variable):
         return leaf.local_results()
     if isinstance(leaf, PerReplica):
-        return split(topology, leaf.stacked, True)
-    return split(topology, leaf, False) if is_mirrored(topology, leaf) else (leaf,)
-
-
-def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
-    """Returns one array [...] per replica: slices of [R, ...], or copies of one value.
-
-    In a trace, which is the same on every process, for all R; else for this process's replicas.
-    """
-    count = topology.num_replicas
-    is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
-    if is_on_devices and topology.spans_processes:
-        return _local_slices(topology, array) if varying else _local_copies(topology, array)
-    if varying and is_on_devices:  # a user's jax.tree.map may have changed the layout
-        is_on_devices = array.sharding.is_equivalent_to(topology.per_replica, array.ndim)
-    if not is_on_devices or topology.mesh is None or topology.model_axes:
-        return tuple(array[i] for i in range(count)) if varying else (array,) * count
-    if not varying and not array.is_fully_replicated:  # one value, however it is laid out
-        return (array,) * count
-    shards = {s.device: s.data for s in jax_compat.shards_of(array)}
-    local = [shards[d] for d in topology.devices if d in shards]
-    if len(local) != count:
-        return (array,) * count
-    return tuple(x[0] for x in local) if varying else tuple(local)
-
-
-def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ...]:
-    rows = local_rows(stacked, topology)
-    if len(rows) == len(topology.local_replicas):
-        return tuple(rows.values())
-    raise LocalityError(
-        "a value per replica needs to lie with its replicas to be taken apart",
-        got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
-        f"holds the values of replicas {list(rows)}",
-        why="the others are in other processes, and taking apart moves nothing between them",
-        fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
-        "its replica",
-    )
-
-
-def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]:
-    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
-        return (array,) * len(topology.local_replicas)
-    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
-    return tuple(shards[device] for device in topology.local_devices)
+        return take_apart(leaf.stacked, topology, varying=True)
+    is_whole = is_mirrored(topology, leaf)
+    return take_apart(leaf, topology, varying=False) if is_whole else (leaf,)
 
 
 # -- making -------------------------------------------------------------------
@@ -383,45 +338,3 @@ def _place(row: PyTree, topology: Topology) -> Any:
     if isinstance(row, jax_compat.Tracer):
         return place_output(row, topology)
     return transfer(row, topology.mirrored)
-
-
-# -- components ----------------------------------------------------------------
-
-
-class ComponentRegistry:
-    """Remembers, weakly, which variable a component array came from.
-
-    Arrays have no hash, so entries are keyed by `id`, and removed when their array is collected.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-
-    def split(
-        self, topology: Topology, variable: Variable, stored: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Returns the components of a variable's stored array, and remembers them."""
-        if variable.layout.num_copies == 1:
-            parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
-        else:
-            parts = split(topology, stored, variable.policy.stacked)
-        self.remember(variable, parts)
-        return parts
-
-    def remember(self, variable: Variable, parts: Sequence[Any]) -> None:
-        """Records that `parts` are components of `variable`."""
-        for part in parts:
-            key = id(part)
-
-            def forget(_: object, key: int = key) -> None:
-                self._entries.pop(key, None)
-
-            self._entries[key] = (weakref.ref(part, forget), weakref.ref(variable))
-
-    def container_of(self, value: PyTree) -> Any:
-        """Returns the variable of a component, or `value` if it is not one."""
-        if id(value) not in self._entries:
-            return value
-        part, variable = self._entries[id(value)]
-        container = variable()
-        return value if part() is not value or container is None else container

@@ -97,7 +97,6 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       creations: the log of variables created in this trace; None if none can be.
       memory: what layers above remember of the functions that run in this trace.
-      holds_whole: whether values of split variables are whole in the replica view, too.
       expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
 
@@ -112,7 +111,6 @@ class TraceState:
         self.trace = traces.begin_trace()
         self.parent = parent
         self.creations = creations
-        self.holds_whole = parent is not None and parent.holds_whole
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.expectations: dict[int, tuple[Any, str]] = {}
@@ -150,8 +148,6 @@ class TraceState:
         `jax.checkpoint` re-gathers it instead of saving the whole.
         """
         shard = self.read(variable)
-        if self.holds_whole:
-            return shard
         if jax_compat.current_trace() is not self.trace:
             return variable.gather(shard)
         held, whole = self._gathered.get(variable, (None, None))

@@ -249,6 +249,10 @@ class StoredArray:
         handed_out.update((id(part), part) for part in parts)
         return parts
 
+    def gave_out(self, value: object) -> bool:
+        """Returns whether `value` is one of the components that were given out last."""
+        return any(reference() is value for reference in self._components[1:])
+
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which nobody else may hold."""
         sharding = self._where_it_goes()

@@ -25,7 +25,13 @@ from distjax._src.collectives.eager import call_compiled
 from distjax._src.collectives.reductions import combine_components
 from distjax._src.context import ExtendedLike, Frame, StrategyLike, frames
 from distjax._src.jax_compat import ShapedArray
-from distjax._src.placement import PerReplica, are_exchanged, note_one_value, require_wholly_here
+from distjax._src.placement import (
+    PerReplica,
+    are_exchanged,
+    note_one_value,
+    require_wholly_here,
+    take_apart,
+)
 from distjax._src.typing import (
     DTypeLike,
     PyTree,
@@ -72,7 +78,6 @@ class ExtendedForVariables(ExtendedLike, Protocol):
     def placement(self) -> VariablePlacement: ...
     def make_storage(self, variable: Variable) -> StoredArray: ...
     def copy_variable(self, variable: Variable) -> Any: ...
-    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]: ...
 
 
 class Variable:
@@ -275,11 +280,16 @@ class Variable:
         state = _state_for(self, frame, "read")
         if _is_one_replica(state):
             return (_read_raw(self, state),)
-        split = lambda value: self.strategy.extended.split_components(self, value)
         if state is not None:
-            return split(state.read(self))
+            return self._split(state.read(self))
         _require_unstaged(self)
-        return self.stored.components(split)
+        return self.stored.components(self._split)
+
+    def _split(self, stored: jax.Array) -> tuple[jax.Array, ...]:
+        varying = self.policy.stacked
+        if not varying and self.layout.num_copies == 1:
+            return (stored,)
+        return take_apart(stored, self.strategy.extended.topology, varying=varying)
 
     # -- views ----------------------------------------------------------------
 

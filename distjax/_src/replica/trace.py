@@ -397,13 +397,15 @@ def emit_on_replicas(
     for captured in traced.consts:
         require_not_split(captured, topology, f"an array that {given.name} captures")
     require_own_axis(given.name, traced.jaxpr, topology)
+    emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
+    known = _read_values(traced.jaxpr, outer)
     try:
-        outs = _emit(topology, traced, global_values, outer)
+        outs = emitter.emit(traced.jaxpr, traced.consts, global_values, known)
     except BaseException as error:
         if not traced.created:
             raise
         traced = keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+        outs = emitter.emit(traced.jaxpr, traced.consts, global_values, known)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
@@ -488,10 +490,7 @@ def _bind_created(
     return [v for v, value in zip(created, values, strict=True) if value.varying]
 
 
-def _emit(
-    topology: Topology, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: TraceState
-) -> list[Any]:
-    read = find_variables(traced.jaxpr)
-    known = {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}
-    emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
-    return emitter.emit(traced.jaxpr, traced.consts, args, known)
+def _read_values(jaxpr: Jaxpr, outer: TraceState) -> dict[Any, GlobalValue]:
+    """Returns the values of the variables that a replica function reads."""
+    read = find_variables(jaxpr)
+    return {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}

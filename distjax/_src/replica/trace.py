@@ -76,12 +76,12 @@ class ReplicaTrace:
 def trace_replica(
     strategy: StrategyLike,
     fn: Callable[..., Any],
-    partitioned: PartitionedTree,
-    global_values: Sequence[GlobalValue],
+    given: Given,
     outer: TraceState,
     topology: Topology,
 ) -> ReplicaTrace:
     """Traces ``fn`` once, as one replica sees it."""
+    partitioned = given.partitioned
     found: dict[str, Any] = {}
 
     def traced(*local: jax.Array) -> list[Any]:
@@ -109,16 +109,20 @@ def trace_replica(
         return [*leaves, *(state.read(v) for v in written), *inits]
 
     _name_after(traced, fn)
-    avals = [replica_aval(x) for x in global_values]
+    avals = [replica_aval(x) for x in given.values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
     try:
-        with _model_axes_in_scope(topology):
-            jaxpr, consts = traces.trace_jaxpr(traced, avals, axis_env)
-    except AssertionError as error:
-        if not str(error).startswith("ManualAxisType"):
-            raise
-        with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
-            jaxpr, consts = traces.trace_jaxpr(traced, avals, axis_env)
+        try:
+            with _model_axes_in_scope(topology):
+                jaxpr, consts = traces.trace_jaxpr(traced, avals, axis_env)
+        except AssertionError as error:
+            if not str(error).startswith("ManualAxisType"):
+                raise
+            with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
+                jaxpr, consts = traces.trace_jaxpr(traced, avals, axis_env)
+    except Exception as error:
+        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
+        raise
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else keep_created(trace, trace.error)
 
@@ -383,27 +387,27 @@ class TracedRun(NamedTuple):
 
 
 def emit_on_replicas(
-    strategy: StrategyLike, fn: Callable[..., Any], given: Given, outer: TraceState
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    given: Given,
+    traced: ReplicaTrace,
+    outer: TraceState,
 ) -> TracedRun:
-    """Traces ``fn`` as one replica sees it, and emits it, with what it writes, into `outer`."""
+    """Emits ``fn``, which has been traced, on every replica, with what it writes, into `outer`."""
     topology = strategy.extended.topology
-    partitioned, global_values = given.partitioned, given.values
-    try:
-        traced = trace_replica(strategy, fn, partitioned, global_values, outer, topology)
-    except Exception as error:
-        add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
-        raise
     require_no_other_mesh(given.name, traced.jaxpr, topology)
     for captured in traced.consts:
         require_not_split(captured, topology, f"an array that {given.name} captures")
     require_own_axis(given.name, traced.jaxpr, topology)
+    emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
+    known = _read_values(traced.jaxpr, outer)
     try:
-        outs = _emit(topology, traced, global_values, outer)
+        outs = emitter.emit(traced.jaxpr, traced.consts, given.values, known)
     except BaseException as error:
         if not traced.created:
             raise
         traced = keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+        outs = emitter.emit(traced.jaxpr, traced.consts, given.values, known)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
@@ -438,7 +442,8 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    run = emit_on_replicas(strategy, fn, given, outer)
+    traced = trace_replica(strategy, fn, given, outer, topology)
+    run = emit_on_replicas(strategy, fn, given, traced, outer)
     tree, is_several = run.traced.result, returns_object_state
     run = run._replace(
         values=[as_user_value(r, topology) for r in _pin_results(run.results, topology)],
@@ -488,10 +493,7 @@ def _bind_created(
     return [v for v, value in zip(created, values, strict=True) if value.varying]
 
 
-def _emit(
-    topology: Topology, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: TraceState
-) -> list[Any]:
-    read = find_variables(traced.jaxpr)
-    known = {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}
-    emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
-    return emitter.emit(traced.jaxpr, traced.consts, args, known)
+def _read_values(jaxpr: Jaxpr, outer: TraceState) -> dict[Any, GlobalValue]:
+    """Returns the values of the variables that a replica function reads."""
+    read = find_variables(jaxpr)
+    return {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}

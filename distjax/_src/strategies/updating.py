@@ -33,7 +33,7 @@ from distjax._src.replica.arguments import (
     user_path,
 )
 from distjax._src.replica.global_value import GlobalValue, as_user_value, from_user_value
-from distjax._src.replica.trace import Given, emit_on_replicas
+from distjax._src.replica.trace import Given, emit_on_replicas, trace_replica
 from distjax._src.strategies.values import parts_of
 from distjax._src.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax._src.variables.state import TraceState
@@ -268,9 +268,10 @@ def _on_each_copy(
         given = PartitionedTree((args, kwargs), is_array)
         values = list(map(from_user_value, given.leaves))
         named = Given(function_name(fn), given, names, values)
-        emitted = emit_on_replicas(extended.strategy, fn, named, state)
+        traced = trace_replica(extended.strategy, fn, named, state, extended.topology)
+        emitted = emit_on_replicas(extended.strategy, fn, named, traced, state)
         results = [as_user_value(x, extended.topology) for x in emitted.results]
-        return emitted.traced.result.combine(results)
+        return traced.result.combine(results)
 
     on_copy.__qualname__ = function_name(fn)  # what errors say
     state = frames.current().state

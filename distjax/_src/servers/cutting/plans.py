@@ -179,18 +179,18 @@ class Cutter:
         )
         names = positional_names(fn)
         values = self._values_of(fn, partitioned, names)
+        given = Given(function_name(fn), partitioned, names, values)
         outer = TraceState(
             local_view=False
         )  # no log of creations: variables are made outside of steps
         topology = self.topology
         around = Surroundings(fn, is_stateful, (args, kwargs), names)
         with around.watching():
-            traced = trace_replica(self.strategy, fn, partitioned, values, outer, topology)
+            traced = trace_replica(self.strategy, fn, given, outer, topology)
         reached.record([fn, *around.objects], [*outer.read_order, *traced.written])
         around.require_no_leaks(traced.result.objects)
         around.require_inputs(traced.jaxpr, traced.consts)
         if topology.num_replicas > 1:
-            given = Given(function_name(fn), partitioned, names, values)
             count = len(traced.result.leaves)
             examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
         varying = [value.varying for value in values]

@@ -100,14 +100,6 @@ class LocalForm(Protocol):
         """Returns this replica's part of the sum or mean of the replicas' values [...]."""
         ...
 
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
-        """Returns this replica's parts of the slices ``value[i]``, stacked, and their form.
-
-        A loop over i can then gather one slice at a time. None if that is impossible; the
-        loop then gathers the whole value before it starts.
-        """
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class UnsplitForm:
@@ -145,10 +137,6 @@ class UnsplitForm:
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns the sum or mean, by an all-reduce."""
         return all_reduce(op, value, topology.axis_name, topology.num_replicas)
-
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: nothing needs gathering."""
-        return None
 
 
 #: The form of a value that every replica holds whole.
@@ -285,25 +273,6 @@ class AxisShards:
         total = on_own_parts(scatter, [summand], [self.spec])[0]
         return from_total(op, total, topology.num_replicas)
 
-    def unstack(
-        self, local: jax.Array, shape: tuple[int, ...]
-    ) -> tuple[jax.Array, AxisShards] | None:
-        """Returns the slices' shards, split along one of the slices' own axes."""
-        if self.spec and self.spec[0] is not None:  # the devices of a replica hold other slices
-            return None
-        of_slice = None if self.spec is None else PartitionSpec(*self.spec[1:])
-        if self.axis > 0:
-            of_slice = dataclasses.replace(self, axis=self.axis - 1, spec=of_slice)
-            return local, of_slice
-        axis = self.topology.find_axis(shape, free_axes(self.spec, shape)[1:])
-        if axis is None or self.size is not None:
-            return None
-        # Each replica holds whole slices: exchange them for a part of every slice.
-        name = self.topology.axis_name
-        exchange = lambda x: lax.all_to_all(x, name, split_axis=axis, concat_axis=0, tiled=True)
-        parts = on_own_parts(exchange, [local], [self.spec])[0]
-        return parts, AxisShards(self.topology, axis - 1, of_slice)
-
 
 def split_along(
     topology: Topology, shape: Sequence[int], axes: Sequence[int], spec: Spec = None
@@ -380,10 +349,6 @@ class Shards:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
         shards = self.split(as_summand(op, value, "a reduction to shards"))
         return from_total(op, lax.psum_scatter(shards, topology.axis_name), topology.num_replicas)
-
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: how `split` acts on slices is unknown."""
-        return None
 
 
 # -- how a value is stored -----------------------------------------------------

@@ -58,8 +58,6 @@ class ReplicaTrace:
       jaxpr, consts: the replica view; its outputs are the array results, then the written
         variables, then the initial values of the created ones.
       merges: the merges that the jaxpr's equations reference weakly.
-      error: the exception that the function raised after creating variables, or None; if set, the
-        outputs are only the initial values.
     """
 
     jaxpr: jax_compat.Jaxpr
@@ -68,7 +66,6 @@ class ReplicaTrace:
     written: list[Any]
     created: list[Any]
     merges: list[UserMerge]
-    error: BaseException | None
 
 
 def trace_replica(
@@ -87,21 +84,15 @@ def trace_replica(
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
         context = ReplicaContext(strategy)
-        error, written = None, []
-        try:
-            with frames.with_frame(Frame(strategy, context, state)):
-                returned = require_finished(fn(*args, **kwargs), fn)
-                result = partition_result(returned, function_name(fn))
-            if context.merge_error is not None:
-                raise context.merge_error
-            leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
-            written = list(state.written)
-        except BaseException as raised:
-            if creation is None or not creation.values:
-                raise
-            error, result, leaves = raised, PartitionedTree((), is_array), []
+        with frames.with_frame(Frame(strategy, context, state)):
+            returned = require_finished(fn(*args, **kwargs), fn)
+            result = partition_result(returned, function_name(fn))
+        if context.merge_error is not None:
+            raise context.merge_error
+        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
+        written = list(state.written)
         created = list(creation.values) if creation is not None else []
-        found.update(result=result, written=written, created=created, error=error)
+        found.update(result=result, written=written, created=created)
         found["merges"], context.merges = context.merges, []
         inits = creation.take_values() if creation is not None else []
         return [*leaves, *(state.read(v) for v in written), *inits]
@@ -117,23 +108,7 @@ def trace_replica(
             raise
         with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
             jaxpr, consts = traces.trace_jaxpr(traced, avals, axis_env)
-    trace = ReplicaTrace(jaxpr, consts, **found)
-    return trace if trace.error is None else keep_created(trace, trace.error)
-
-
-def keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
-    """Reduces the trace of a failed function to the creation of its variables.
-
-    The user may hold these variables behind a guard that prevents creating them again.
-    """
-    initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
-    return dataclasses.replace(
-        trace,
-        jaxpr=jax_compat.needed_for(trace.jaxpr, initial),
-        result=PartitionedTree((), is_array),
-        written=[],
-        error=error,
-    )
+    return ReplicaTrace(jaxpr, consts, **found)
 
 
 def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
@@ -413,18 +388,10 @@ def run_in_trace(
     for captured in traced.consts:
         require_not_split(captured, topology, f"an array that {given.name} captures")
     require_own_axis(given.name, traced.jaxpr, topology)
-    try:
-        outs = _emit(topology, traced, global_values, outer)
-    except BaseException as error:
-        if not traced.created:
-            raise
-        traced = keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+    outs = _emit(topology, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
-    if traced.error is not None:
-        raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
     pinned = _pin_results(results, topology)

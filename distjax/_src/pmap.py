@@ -30,7 +30,7 @@ from distjax._src.context import (
     report,
     require_strategy,
 )
-from distjax._src.jax_compat import JaxprEqn, Literal, Tracer
+from distjax._src.jax_compat import JaxprEqn, Tracer
 from distjax._src.objects.stateful import ResultTree, is_stateful, take_apart
 from distjax._src.placement import (
     REPLICA_AXIS,
@@ -48,7 +48,6 @@ from distjax._src.program.jit import (
     as_numbers,
     jit,
 )
-from distjax._src.replica.analysis import Analysis
 from distjax._src.replica.arguments import (
     FIX_OF_UNHASHABLE,
     Static,
@@ -648,11 +647,14 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix
 
     `prefix` is what comes before the user's paths in the results of the trace.
     """
-    traced = run.traced
-    atoms = dict(zip(traced.result.paths, traced.jaxpr.outvars, strict=False))
-    results = {path: atoms[prefix + path] for path in paths if prefix + path in atoms}
-    origins = _find_origins(run, list(results.values()))
-    lost = {path: origins[atom] for path, atom in results.items() if atom in origins}
+    jaxpr, own = run.traced.jaxpr, {prefix + path: path for path in paths}
+    made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = zip(run.traced.result.paths, run.results, jaxpr.outvars, strict=False)
+    lost = {
+        own[path]: made_by.get(atom)
+        for path, value, atom in results
+        if value.varying and path in own
+    }
     reasons = {
         path: None if eqn is None else reason_in(str(eqn.source_info.name_stack))
         for path, eqn in lost.items()
@@ -673,16 +675,6 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix
         )
         rule = "one value of those that differ"
         report(Finding("warning", rule, text, line, reason), LocalityWarning)
-
-
-def _find_origins(run: TracedRun, atoms: Sequence[Any]) -> dict[Any, JaxprEqn | None]:
-    """Returns what made those of `atoms` that differ; None for an argument."""
-    jaxpr = run.traced.jaxpr
-    made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    inputs_differ = [value.varying for value in run.given.values]
-    varying = Analysis(run.topology.axis_name).values(jaxpr, inputs_differ)
-    differ = [atom for atom in atoms if not isinstance(atom, Literal) and varying[atom]]
-    return {atom: made_by.get(atom) for atom in differ}
 
 
 # -- error texts -----------------------------------------------------------------

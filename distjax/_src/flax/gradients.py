@@ -317,7 +317,7 @@ def scan_layers(
     _require_stack(layers, values)
     changed: list[int] = []
 
-    def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def body(carry: PyTree, slices: list[Any]) -> tuple[Any, list[Any]]:
         layer = nnx.graph.unflatten(graphdef, slices)
         graph_before, inner = nnx.graph.flatten(layer, graph=True)
         before = [raw_value(v) for v in inner.leaves]

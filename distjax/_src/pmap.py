@@ -124,11 +124,6 @@ class MappedFunction:
         lowered: Any = self._program_of(strategy).lower(*marked, **kwargs)
         return LoweredProgram(lowered, self, args, marked, {}, self._mapping.argument_names)
 
-    @property
-    def stacks(self) -> bool:
-        """Whether results are stacked; else they are those of `run`."""
-        return self._mapping.stacks
-
     def as_per_replica(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,7 +208,6 @@ def pmap(
     axis_size: int | None = None,
     donate_argnums: int | Iterable[int] = (),
     strategy: Strategy | None = None,
-    results: str = "stacked",
 ) -> MappedFunction:
     """Returns ``fn`` mapped over rows, one per replica, as `jax.pmap` maps it.
 
@@ -237,9 +231,8 @@ def pmap(
       axis_size: R again, to be checked.
       donate_argnums: positional arguments whose buffers the program may reuse; -1 is the last.
       strategy: the strategy to run on; it must have R replicas.
-      results: "stacked": arrays [R, ...], as in `jax.pmap`; "values": as `run` returns them.
 
-    Locality: in: rows, a PerReplica, or M for None; out: stacked, M for None, or as for `run`.
+    Locality: in: rows, a PerReplica, or M for None; out: stacked, or M for None.
     Context: cross-replica or default; also inside `dj.jit`, `jit`, `vmap`, `grad` and loops.
     Cost: as for `run`. Source: jax.pmap.
 
@@ -260,8 +253,6 @@ def pmap(
     name, names = function_name(fn), positional_names(fn)
     if axis_name is not None:
         require_axis_name(axis_name, "dj.pmap(fn, axis_name='batch')")
-    if results not in ("stacked", "values"):
-        raise ValueError(_results_text(results))
     static = as_numbers(static_broadcasted_argnums, "static_broadcasted_argnums", "pmap", 0)
     donated = as_numbers(donate_argnums, "donate_argnums", "pmap", -len(names))
     donated = tuple(n + len(names) if n < 0 else n for n in donated)  # counted from the last
@@ -273,7 +264,6 @@ def pmap(
         axis_name,
         _as_axes(in_axes, "in_axes"),
         _as_axes(out_axes, "out_axes"),
-        results == "stacked",
         axis_size,
         frozenset(static),
     )
@@ -353,8 +343,6 @@ def _run_on_rows(
     """
     topology = strategy.extended.topology
     args, kwargs = mapping.as_values(args, kwargs, topology)
-    if not mapping.stacks:
-        return strategy.run(fn, args, kwargs)
 
     @functools.wraps(fn)
     def apart(*args: PyTree, **kwargs: PyTree) -> ResultTree:
@@ -375,8 +363,7 @@ def _run_on_rows(
 class _Mapping:
     """How a function's arguments and results are mapped, as `pmap` was told.
 
-    `stacks` says whether results are stacked; else they are those of `run`. `axis_size` is R as the
-    user gave it, to be checked.
+    `axis_size` is R as the user gave it, to be checked.
     """
 
     name: str
@@ -384,7 +371,6 @@ class _Mapping:
     axis_name: str | None
     in_axes: PyTree
     out_axes: PyTree
-    stacks: bool
     axis_size: int | None
     static: frozenset[int]
 
@@ -442,8 +428,6 @@ class _Mapping:
     ) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments for `run`, with a PerReplica where rows are mapped."""
         args, kwargs = self.per_replica(args, kwargs, topology)
-        if not self.stacks:
-            return args, kwargs
         is_plain = lambda x: isinstance(x, Static)
         return tuple(a if is_plain(a) else expect(_REASON, differs=a) for a in args), kwargs
 
@@ -695,15 +679,6 @@ def _both_text(static: Sequence[int], donated: Sequence[int]) -> str:
         got=f"both name {sorted(set(static) & set(donated))}",
         why="a Python value has no buffer to reuse",
         fix="donate_argnums for arrays only",
-    )
-
-
-def _results_text(results: object) -> str:
-    return message(
-        'pmap: results needs "stacked" or "values"',
-        got=describe_value(results),
-        why="results come back as arrays [R, ...], or as strategy.run returns them",
-        fix='dj.pmap(fn, results="values")',
     )
 
 

@@ -30,7 +30,7 @@ from distjax._src.context import (
     report,
     require_strategy,
 )
-from distjax._src.jax_compat import JaxprEqn, Literal, Tracer
+from distjax._src.jax_compat import JaxprEqn, Tracer
 from distjax._src.objects.stateful import ResultTree, is_stateful, take_apart
 from distjax._src.placement import (
     REPLICA_AXIS,
@@ -48,7 +48,6 @@ from distjax._src.program.jit import (
     as_numbers,
     jit,
 )
-from distjax._src.replica.analysis import Analysis
 from distjax._src.replica.arguments import (
     FIX_OF_UNHASHABLE,
     Static,
@@ -124,11 +123,6 @@ class MappedFunction:
         strategy = self._find_strategy(frames.current(), marked, kwargs)
         lowered: Any = self._program_of(strategy).lower(*marked, **kwargs)
         return LoweredProgram(lowered, self, args, marked, {}, self._mapping.argument_names)
-
-    @property
-    def stacks(self) -> bool:
-        """Whether results are stacked; else they are those of `run`."""
-        return self._mapping.stacks
 
     def as_per_replica(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,7 +208,6 @@ def pmap(
     axis_size: int | None = None,
     donate_argnums: int | Iterable[int] = (),
     strategy: Strategy | None = None,
-    results: str = "stacked",
 ) -> MappedFunction:
     """Returns ``fn`` mapped over rows, one per replica, as `jax.pmap` maps it.
 
@@ -238,9 +231,8 @@ def pmap(
       axis_size: R again, to be checked.
       donate_argnums: positional arguments whose buffers the program may reuse; -1 is the last.
       strategy: the strategy to run on; it must have R replicas.
-      results: "stacked": arrays [R, ...], as in `jax.pmap`; "values": as `run` returns them.
 
-    Locality: in: rows, a PerReplica, or M for None; out: stacked, M for None, or as for `run`.
+    Locality: in: rows, a PerReplica, or M for None; out: stacked, or M for None.
     Context: cross-replica or default; also inside `dj.jit`, `jit`, `vmap`, `grad` and loops.
     Cost: as for `run`. Source: jax.pmap.
 
@@ -261,8 +253,6 @@ def pmap(
     name, names = function_name(fn), positional_names(fn)
     if axis_name is not None:
         require_axis_name(axis_name, "dj.pmap(fn, axis_name='batch')")
-    if results not in ("stacked", "values"):
-        raise ValueError(_results_text(results))
     static = as_numbers(static_broadcasted_argnums, "static_broadcasted_argnums", "pmap", 0)
     donated = as_numbers(donate_argnums, "donate_argnums", "pmap", -len(names))
     donated = tuple(n + len(names) if n < 0 else n for n in donated)  # counted from the last
@@ -274,7 +264,6 @@ def pmap(
         axis_name,
         _as_axes(in_axes, "in_axes"),
         _as_axes(out_axes, "out_axes"),
-        results == "stacked",
         axis_size,
         frozenset(static),
     )
@@ -354,8 +343,6 @@ def _run_on_rows(
     """
     topology = strategy.extended.topology
     args, kwargs = mapping.as_values(args, kwargs, topology)
-    if not mapping.stacks:
-        return strategy.run(fn, args, kwargs)
 
     @functools.wraps(fn)
     def apart(*args: PyTree, **kwargs: PyTree) -> ResultTree:
@@ -376,8 +363,7 @@ def _run_on_rows(
 class _Mapping:
     """How a function's arguments and results are mapped, as `pmap` was told.
 
-    `stacks` says whether results are stacked; else they are those of `run`. `axis_size` is R as the
-    user gave it, to be checked.
+    `axis_size` is R as the user gave it, to be checked.
     """
 
     name: str
@@ -385,7 +371,6 @@ class _Mapping:
     axis_name: str | None
     in_axes: PyTree
     out_axes: PyTree
-    stacks: bool
     axis_size: int | None
     static: frozenset[int]
 
@@ -443,8 +428,6 @@ class _Mapping:
     ) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments for `run`, with a PerReplica where rows are mapped."""
         args, kwargs = self.per_replica(args, kwargs, topology)
-        if not self.stacks:
-            return args, kwargs
         is_plain = lambda x: isinstance(x, Static)
         return tuple(a if is_plain(a) else expect(_REASON, differs=a) for a in args), kwargs
 
@@ -648,11 +631,14 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix
 
     `prefix` is what comes before the user's paths in the results of the trace.
     """
-    traced = run.traced
-    atoms = dict(zip(traced.result.paths, traced.jaxpr.outvars, strict=False))
-    results = {path: atoms[prefix + path] for path in paths if prefix + path in atoms}
-    origins = _find_origins(run, list(results.values()))
-    lost = {path: origins[atom] for path, atom in results.items() if atom in origins}
+    jaxpr, own = run.traced.jaxpr, {prefix + path: path for path in paths}
+    made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = zip(run.traced.result.paths, run.results, jaxpr.outvars, strict=False)
+    lost = {
+        own[path]: made_by.get(atom)
+        for path, value, atom in results
+        if value.varying and path in own
+    }
     reasons = {
         path: None if eqn is None else reason_in(str(eqn.source_info.name_stack))
         for path, eqn in lost.items()
@@ -675,16 +661,6 @@ def _report_lost(mapping: _Mapping, paths: Sequence[str], run: TracedRun, prefix
         report(Finding("warning", rule, text, line, reason), LocalityWarning)
 
 
-def _find_origins(run: TracedRun, atoms: Sequence[Any]) -> dict[Any, JaxprEqn | None]:
-    """Returns what made those of `atoms` that differ; None for an argument."""
-    jaxpr = run.traced.jaxpr
-    made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    inputs_differ = [value.varying for value in run.given.values]
-    varying = Analysis(run.topology.axis_name).values(jaxpr, inputs_differ)
-    differ = [atom for atom in atoms if not isinstance(atom, Literal) and varying[atom]]
-    return {atom: made_by.get(atom) for atom in differ}
-
-
 # -- error texts -----------------------------------------------------------------
 
 
@@ -703,15 +679,6 @@ def _both_text(static: Sequence[int], donated: Sequence[int]) -> str:
         got=f"both name {sorted(set(static) & set(donated))}",
         why="a Python value has no buffer to reuse",
         fix="donate_argnums for arrays only",
-    )
-
-
-def _results_text(results: object) -> str:
-    return message(
-        'pmap: results needs "stacked" or "values"',
-        got=describe_value(results),
-        why="results come back as arrays [R, ...], or as strategy.run returns them",
-        fix='dj.pmap(fn, results="values")',
     )
 
 

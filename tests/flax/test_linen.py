@@ -8,7 +8,7 @@ from flax import jax_utils
 from jax import lax
 
 import distjax as dj
-from distjax.errors import ContextError, LocalityError, LocalityWarning
+from distjax.errors import LocalityError, LocalityWarning
 from tests.flax.image_loop import make_batches
 from tests.flax.linen_step import make_state, train_step
 
@@ -120,36 +120,12 @@ def test_a_forgotten_pmean_is_refused():
     assert ".params" in str(info.value)
 
 
-def test_replicated_trees_are_taken_in_and_given_back(pmapped):
+def test_replicated_trees_are_taken_in(pmapped):
     for strategy in strategies():
-        with strategy.scope():
-            taken = dj.flax.from_replicated(pmapped[0], compare=True)
-            given = dj.flax.to_replicated(taken)
-        assert isinstance(taken.batch_stats["BatchNorm_0"]["mean"], dj.PerReplica)
-        assert taken.params["Dense_1"]["bias"].shape == (10,)
-        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(pmapped[0]), strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert strategy.run(lambda s: s.step, args=(taken,)) == len(BATCHES)
-
-
-def test_rows_of_replicated_trees_are_not_compared_unless_it_is_asked(pmapped):
-    for strategy in strategies():
-        with strategy.scope():
-            taken = dj.flax.from_replicated(pmapped[0])
+        taken = strategy.per_replica(pmapped[0])
+        first = strategy.first(taken)
         assert isinstance(taken.params["Dense_1"]["bias"], dj.PerReplica)
-        assert strategy.first(taken).params["Dense_1"]["bias"].shape == (10,)
-
-
-def test_rows_are_given_back_in_the_scope_of_their_replicas():
-    own = dj.VirtualStrategy(2).run(lambda: dj.get_replica_context().replica_id_in_sync_group)
-    with pytest.raises(ContextError, match="^to_replicated needs the scope of the strategy"):
-        dj.flax.to_replicated({"w": np.ones(3), "own": own})
-    with dj.VirtualStrategy(3).scope():
-        with pytest.raises(LocalityError, match=r"to_replicated: \['own'\]"):
-            dj.flax.to_replicated({"w": np.ones(3), "own": own})
-
-
-def test_a_tree_that_is_not_replicated():
-    with next(strategies()).scope():
-        with pytest.raises(LocalityError, match=r"from_replicated: \['w'\] needs a leading"):
-            dj.flax.from_replicated({"w": np.ones(3)})
+        assert first.params["Dense_1"]["bias"].shape == (10,)
+        for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(pmapped[0]), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert strategy.run(lambda s: s.step, args=(first,)) == len(BATCHES)

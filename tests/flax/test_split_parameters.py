@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.errors import CheckError, LocalityError, TraceLeakError, UnsupportedError
+from distjax.errors import LocalityError, TraceLeakError, UnsupportedError
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 
@@ -250,78 +250,6 @@ def test_layers_with_a_value_per_replica_are_scanned_in_a_step(pair):
         scan()
     pair.run(scan)
     assert layers.calls.get_raw_value().stacked.tolist() == [[2, 2], [2, 2]]
-
-
-# -- what may be done with a shard of a gradient -----------------------------------
-
-
-def reduced(grads):
-    return dj.get_replica_context().all_reduce("mean", grads)
-
-
-def averaged(grads):
-    return jax.lax.pmean(grads, "replica")
-
-
-def clipped(grads):
-    norm = optax.tree.norm(grads)
-    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
-
-
-def as_they_are(grads):
-    return grads
-
-
-def halved(grads):
-    return jax.tree.map(lambda g: 0.5 * g, grads)
-
-
-def clipped_by_the_whole_norm(grads):
-    """As in a ZeRO by hand: the squares of all shards add up."""
-    squares = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
-    norm = jnp.sqrt(dj.get_replica_context().all_reduce("sum", squares))
-    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
-
-
-def check_step(change, **options):
-    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters", min_split_bytes=0)
-    with strategy.scope():
-        model = dj.flax.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-
-    def step(model, optimizer, x):
-        _, grads = dj.flax.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(model)
-        dj.flax.apply_gradients(optimizer, model, change(grads))
-
-    x = strategy.per_replica(np.random.default_rng(0).normal(size=(4, 4, 8)).astype(np.float32))
-    dj.check(step, model, optimizer, x, strategy=strategy, **options)
-
-
-@pytest.mark.parametrize("change", [reduced, averaged, clipped])
-def test_what_must_not_be_done_with_shards_is_found(change):
-    with pytest.raises(CheckError, match="error: numbers that depend on the number of replicas"):
-        check_step(change)
-
-
-def test_a_clip_by_the_norm_of_a_shard_breaks_a_rule():
-    with pytest.raises(CheckError, match="warning: clipped before the reduction"):
-        check_step(clipped, rules_only=True)
-
-
-WHOLE_NORM = pytest.param(
-    clipped_by_the_whole_norm,
-    marks=pytest.mark.xfail(strict=True, reason="one replica's shard is not the whole"),
-)
-
-
-@pytest.mark.parametrize("change", [as_they_are, halved, WHOLE_NORM])
-def test_what_may_be_done_with_shards_is_silent(change):
-    check_step(change)
-
-
-@pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
-def test_what_may_be_done_with_shards_breaks_no_rule(change):
-    check_step(change, rules_only=True)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -157,8 +157,6 @@ def test_static_arguments():
 def test_arguments_of_pmap_itself():
     with pytest.raises(TypeError, match="pmap needs a function"):
         dj.pmap(ROWS)
-    with pytest.raises(ValueError, match='results needs "stacked" or "values"'):
-        dj.pmap(body, results="list")
 
 
 def test_the_axis_of_a_strategy_has_a_name_of_its_own():

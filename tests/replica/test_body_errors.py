@@ -143,11 +143,6 @@ def test_a_strategy_under_a_mesh_of_the_user(pair):
         assert float(pair.reduce("sum", ids(pair))) == float(out) == 1
 
 
-def test_from_replicated_outside_of_a_scope():
-    with pytest.raises(dj.errors.ContextError, match="from_replicated needs the scope of the"):
-        dj.flax.from_replicated({"w": np.ones((2, 3))})
-
-
 FORMATS = {
     "in a step": lambda s, x: s.run(lambda x: f"{x.sum():.3f}", args=(x,)),
     "in jit": lambda s, x: dj.jit(lambda x: f"{x.stacked.sum():.3f}")(x),

@@ -282,9 +282,8 @@ class _Check:
             shares_rows=mapped is not None,
         )
         self._strategy = strategy
-        stacks = mapped is not None and mapped.stacks
         self._trial = Trial(self._find_program, self._arguments, self._hear)
-        compared = Comparison((*args, *kwargs.values()), tolerance, stacks=stacks)
+        compared = Comparison((*args, *kwargs.values()), tolerance, stacks=mapped is not None)
         self._compare = compared.differences
         self._count = count or self._arguments.num_replicas
 

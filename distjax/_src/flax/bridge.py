@@ -26,11 +26,9 @@ from distjax._src.flax.graphs import (
     assign_unassigned,
     explain,
     explain_here,
-    has_hook,
     is_in_host_memory,
     is_object,
     is_variable,
-    metadata_without,
     note_met,
     objects_of,
     path_of,
@@ -89,9 +87,10 @@ class SavedState:
         put_back_strategies(self._strategies)
 
 
-def set_in_trace(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
-    """Gives `variable` a value and metadata, and makes it part of the current trace."""
-    variable.__setstate__(type(variable).from_metadata(value, metadata).__getstate__())
+def set_in_trace(variable: nnx.Variable[Any], value: PyTree) -> None:
+    """Gives `variable` a value, and makes it part of the current trace."""
+    own = type(variable).from_metadata(value, variable.get_metadata())
+    variable.__setstate__(own.__getstate__())
 
 
 # -- objects of a call ----------------------------------------------------------
@@ -150,11 +149,10 @@ class SplitNNX:
         places = [(in_force(x), entry) for entry in plan.entries for x in entry.layouts]
         pairs = zip(leaves, places, strict=True)
         values = values_of(plan, [_view_leaf(leaf, *place, context) for leaf, place in pairs])
-        self._on_host = [v for v in self._variables if is_variable(v) and has_hook(v)]
         bare = {}
         for variable, value, path in zip(self._variables, values, self._paths, strict=True):
             if isinstance(variable, nnx.Variable):
-                set_in_trace(variable, value, metadata_without(variable))
+                set_in_trace(variable, value)
             else:
                 bare[tuple(path)] = value
         for path, node in nodes.items():
@@ -188,9 +186,6 @@ class SplitNNX:
             and self._are_in_place(flat.leaves)
             and all(map(self._is_update, flat.leaves, values, plan.entries, self._start))
         )
-        if not is_same:
-            add_hooks(self._on_host)
-            graphdef, flat = self._flatten()
         known = {id(v): i for i, v in enumerate(self._variables) if is_variable(v)}
         after = []
         for i, (path, variable) in enumerate(zip(flat.paths, flat.leaves, strict=True)):

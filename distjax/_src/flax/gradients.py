@@ -1,17 +1,16 @@
 """Gradients and updates that keep split parameters split.
 
 Under ZeRO a replica reads parameters gathered from shards, and the trace remembers the shard
-behind each gathered array (`shard_of`). `value_and_grad` differentiates with respect to the
-shards and gathers inside the differentiated function, so a gradient is reduce-scattered by the
-transpose of the gather. `apply_gradients` reduces and updates in one merge, on the shards; the
-gathered copies are then dead code.
+behind each gathered array (`shard_of`). Their gradients are whole, as under any strategy.
+`apply_gradients` reduces them to the shards and updates these, in one merge; the gathered copies
+are then dead code. Gathers and reductions of stacks of layers are moved into the scans over them
+by `collectives/stacks.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +18,24 @@ import optax
 from flax import nnx
 from jax import lax
 
-from distjax._src.collectives.ops import as_reduce_op, from_total, sum_dtype
+from distjax._src.collectives.ops import as_reduce_op, sum_dtype
 from distjax._src.collectives.reductions import reduce_arrays
 from distjax._src.context import frames
 from distjax._src.flax.graphs import is_object, is_variable, require_no_traced_values
 from distjax._src.flax.plans import gradient_form, raw_value, write_entries
 from distjax._src.flax.specs import spec_of_variable
 from distjax._src.placement import PerReplica, Spec, is_per_replica
-from distjax._src.replica.global_value import from_user_value, replica_aval, stack_replicas
+from distjax._src.replica.global_value import from_user_value, stack_replicas
 from distjax._src.strategies.extended import StrategyExtended
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import DTypeLike, PyTree, ReduceOp, ReduceOpLike
-from distjax._src.variables.layouts import LocalForm
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 
 
 def value_and_grad(
     fn: Callable[..., Any], *, wrt: nnx.filterlib.Filter = nnx.Param, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Returns `nnx.value_and_grad` of ``fn`` that keeps split parameters split.
-
-    If the strategy splits parameters over the replicas, ``fn`` is differentiated with
-    respect to this replica's shards. It still sees whole values, gathered at its start
-    (by `scan_layers`, layer by layer), and their gradients arrive reduced and split.
-    Under other strategies this is `nnx.value_and_grad`.
+    """Returns `nnx.value_and_grad` of ``fn``, for what a filter selects of its first argument.
 
     Args:
       fn: takes a module first; returns a scalar loss, or (loss, aux).
@@ -50,11 +43,10 @@ def value_and_grad(
       has_aux: whether ``fn`` returns (loss, aux).
 
     Returns:
-      A function that returns (value of ``fn``, gradients). Gradients of whole parameters
-      are local; those of split parameters are this replica's shard of the sum.
-      `apply_gradients` takes both.
+      A function that returns (value of ``fn``, gradients). In a replica function these are the
+      replica's own; `apply_gradients` reduces them.
 
-    Context: replica. Cost: an all-gather and a reduce-scatter per split parameter.
+    Context: any.
 
     Example:
       >>> from flax import nnx
@@ -63,62 +55,7 @@ def value_and_grad(
       >>> grads["kernel"][...].ravel()
       Array([1., 1.], dtype=float32)
     """
-
-    @functools.wraps(fn)
-    def wrapped(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        split = _find_split_parameters(model, wrt)
-
-        def on_shards(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-            own = [(v, split[path]) for path, v in _variables(model) if path in split]
-            shards = [v.get_raw_value() for v, _ in own]
-            for (variable, parameter), shard in zip(own, shards, strict=True):
-                variable.set_raw_value(parameter.state.whole(shard, parameter.form))
-            out = fn(model, *args, **kwargs)
-            for (variable, _), shard in zip(own, shards, strict=True):
-                variable.set_raw_value(shard)
-            return out
-
-        diff = nnx.DiffState(0, wrt)
-        differentiate = nnx.value_and_grad(on_shards, argnums=diff, has_aux=has_aux)
-        for parameter in split.values():
-            parameter.variable.set_raw_value(parameter.shard)
-        try:
-            return differentiate(model, *args, **kwargs)
-        finally:
-            for parameter in split.values():
-                parameter.variable.set_raw_value(parameter.whole)
-
-    return wrapped
-
-
-class _SplitParameter(NamedTuple):
-    """A parameter whose value was gathered, and the shard that this replica holds."""
-
-    variable: Any
-    whole: Any
-    shard: Any
-    form: LocalForm
-    state: Any
-
-
-def _find_split_parameters(model: PyTree, wrt: nnx.filterlib.Filter) -> dict[Any, _SplitParameter]:
-    """Returns the split parameters of `model` that match the filter, by path."""
-    state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
-    found: dict[Any, _SplitParameter] = {}
-    if state is None:
-        return found
-    for path, variable in _variables(model):
-        whole = variable.get_raw_value()
-        held = state.shard_of(whole)
-        if held is not None and matches(path, variable):
-            found[path] = _SplitParameter(variable, whole, held[0], held[1], state)
-    return found
-
-
-def _variables(module: PyTree) -> list[tuple[Any, Any]]:
-    _, flat = nnx.graph.flatten(module, graph=True)
-    pairs = zip(flat.paths, flat.leaves, strict=True)
-    return [(path, v) for path, v in pairs if isinstance(v, nnx.Variable)]
+    return nnx.value_and_grad(fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
 
 
 def apply_gradients(
@@ -137,7 +74,7 @@ def apply_gradients(
     Args:
       optimizer: an `nnx.Optimizer`.
       model: its model.
-      grads: from `value_and_grad` or `nnx.value_and_grad`.
+      grads: this replica's own, from `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
       **kwargs: further arguments of the optimizer's transformation, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`; equal on every replica.
@@ -283,9 +220,7 @@ class _Update:
         count = len(self._params)
         params = self._params_tree.unflatten(whole[:count])
         slots = self._slots_tree.unflatten(whole[count:])
-        reduced = _reduce_gradients(
-            extended, self._op, grads, whole[:count], self._forms[:count], self._specs
-        )
+        reduced = _reduce_gradients(extended, self._op, grads, whole[:count], self._specs)
         updates, slots = self._optimizer.tx.update(
             self._grads_tree.unflatten(reduced), slots, params, **kwargs
         )
@@ -314,47 +249,26 @@ def _reduce_gradients(
     op: ReduceOp,
     grads: Sequence[Any],
     params: Sequence[Any],
-    own_forms: Sequence[LocalForm | None],
     specs: Sequence[Spec],
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them.
 
-    Those that are equal on all replicas already, and not to be split, need no communication. They
-    are whole, or the replicas' shards of a sum that is already reduced. `own_forms` has the form
-    that each parameter was gathered from, `specs` what it splits within a replica.
+    Those that are equal on all replicas already, and not to be split, need no communication.
+    `specs` says what each parameter splits within a replica.
     """
     topology = extended.topology
     values = list(map(from_user_value, grads))
-    done = [
-        own is not None and replica_aval(value).shape != p.shape
-        for value, p, own in zip(values, params, own_forms, strict=True)
-    ]
-    forms = [
-        own if own is not None and is_done else gradient_form(extended, p, spec)
-        for p, own, is_done, spec in zip(params, own_forms, done, specs, strict=True)
-    ]
+    forms = [gradient_form(extended, p, spec) for p, spec in zip(params, specs, strict=True)]
     varying = [v.varying or f.is_split for v, f in zip(values, forms, strict=True)]
     arrays = [
         stack_replicas(value, topology) if varies else value.array
         for value, varies in zip(values, varying, strict=True)
     ]
-    left = [i for i, is_done in enumerate(done) if not is_done]
-    reduced = iter(
-        reduce_arrays(
-            [arrays[i] for i in left],
-            topology,
-            op,
-            tuple(varying[i] for i in left),
-            (),
-            extended.communication,
-            tuple(forms[i] if forms[i].is_split else None for i in left),
-            tuple(specs[i] for i in left),
-        )
+    splits = tuple(form if form.is_split else None for form in forms)
+    communication = extended.communication
+    return reduce_arrays(
+        arrays, topology, op, tuple(varying), (), communication, splits, tuple(specs)
     )
-    return [
-        from_total(op, form.from_replicas(x), topology.num_replicas) if is_done else next(reduced)
-        for x, form, is_done in zip(arrays, forms, done, strict=True)
-    ]
 
 
 # -- stacks -------------------------------------------------------------------
@@ -368,7 +282,8 @@ def scan_layers(
 
     Equivalent to ``for layer in layers: carry = fn(layer, carry)``, as one compiled loop.
     If the strategy splits the parameters, each iteration gathers those of its own layer
-    only, and again in the backward pass: gathered parameters take the memory of one layer.
+    only, and again in the backward pass: gathered parameters take the memory of one layer,
+    as in any scan over a stack.
 
     Args:
       fn: takes a layer and the carry, returns the carry.
@@ -400,12 +315,10 @@ def scan_layers(
     variables = list(flat.leaves)
     values = [raw_value(v) for v in variables]
     _require_stack(layers, values)
-    sources, forms = zip(*map(_slice_source, values), strict=True)
     changed: list[int] = []
 
-    def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
-        whole = [x if f is None else f.gather(x) for x, f in zip(slices, forms, strict=True)]
-        layer = nnx.graph.unflatten(graphdef, whole)
+    def body(carry: PyTree, slices: list[Any]) -> tuple[Any, list[Any]]:
+        layer = nnx.graph.unflatten(graphdef, slices)
         graph_before, inner = nnx.graph.flatten(layer, graph=True)
         before = [raw_value(v) for v in inner.leaves]
         carry = fn(layer, carry)
@@ -418,19 +331,9 @@ def scan_layers(
 
     if checkpoint:
         body = jax.checkpoint(body, prevent_cse=False)
-    carry, ends = lax.scan(body, carry, list(sources))
+    carry, ends = lax.scan(body, carry, values)
     write_entries(variables, dict(zip(changed, ends, strict=True)))
     return carry
-
-
-def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
-    """Returns what to scan over, and the form of a slice that has to be gathered, or None."""
-    state = frames.current().state
-    held = state.shard_of(value) if state is not None else None
-    if held is None:
-        return value, None
-    shard, form = held
-    return form.unstack(shard, value.shape) or (value, None)
 
 
 def _changed_graph_text(layer: PyTree) -> str:

@@ -395,8 +395,7 @@ def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:
 #
 # Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX rejects operands
 # in different memories. So a hook in the variable's metadata, which Flax applies to each read,
-# copies the value. In a program distjax makes the copy itself: while a step is traced the hook is
-# removed, so that variables made from these inherit only the user's metadata.
+# copies the value. In a step, whose values are on the devices, it changes nothing.
 
 
 _HOOKS = "on_get_value"  # Flax's metadata key; its value is a function or a tuple of them
@@ -438,21 +437,6 @@ def is_in_host_memory(variable: nnx.Variable[Any]) -> bool:
     """Returns whether an array of a variable is in host memory."""
     arrays = jax.tree.leaves(variable.get_raw_value())
     return any(isinstance(x, jax.Array) and is_host_memory(x.sharding) for x in arrays)
-
-
-def has_hook(variable: nnx.Variable[Any]) -> bool:
-    """Returns whether a variable has the hook."""
-    return on_devices in _hooks(variable)
-
-
-def metadata_without(variable: nnx.Variable[Any]) -> dict[str, Any]:
-    """Returns the metadata of a variable without the hook."""
-    metadata = variable.get_metadata()
-    if has_hook(variable):
-        others = tuple(hook for hook in _hooks(variable) if hook is not on_devices)
-        del metadata[_HOOKS]
-        metadata.update({_HOOKS: others} if others else {})
-    return metadata
 
 
 def _hooks(variable: nnx.Variable[Any]) -> tuple[Any, ...]:

@@ -188,79 +188,19 @@ def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) ->
     return None
 
 
-# -- initial values -----------------------------------------------------------
-# The initial values of variables that a step creates, computed where they will live.
-
-
-class InitialValues:
-    """The initial values of created variables, as a part of the traced step.
-
-    The last inputs of `jaxpr` are the global values of `reads`; `outvars` has the output that is
-    the initial value of each created variable.
-    """
-
-    def __init__(
-        self,
-        jaxpr: jax_compat.Jaxpr,
-        consts: Sequence[Any],
-        reads: Sequence[Variable],
-        outvars: Mapping[Variable, Any],
-    ):
-        self._jaxpr, self._consts = jaxpr, consts
-        self._reads, self._outvars = reads, outvars
-
-    def store(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Computes the values for a call with these arguments, and stores them."""
-        with jax_compat.outside_traces():
-            self.compute(step, args, kwargs)
-        for variable in self._outvars:
-            variable.stored.complete_creation()
-
-    def compute(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Computes the values for a call with these arguments; the variables store them later.
-
-        Uses one program per strategy, with explicit output shardings, so that no value is ever
-        whole on one device.
-        """
-        groups: dict[Any, list[Variable]] = {}
-        for variable in self._outvars:
-            if variable.storage is None:  # on devices that only compile there is nothing to compute
-                groups.setdefault(variable.strategy, []).append(variable)
-        if not groups:
-            return
-        read = (as_global(v, v.stored.hand_out()) for v in self._reads)
-        inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
-        for variables in groups.values():
-            values = self._compute_together(variables, inputs)
-            for variable, value in zip(variables, values, strict=True):
-                variable.stored.complete = functools.partial(_store, variable, value)
-
-    def _compute_together(
-        self, variables: Sequence[Variable], inputs: Sequence[Any]
-    ) -> Sequence[Any]:
-        part = jax_compat.needed_for(self._jaxpr, [self._outvars[v] for v in variables])
-
-        def initial(arrays: Sequence[Any]) -> list[Any]:
-            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
-            return [_in_stored_form(v, x) for v, x in zip(variables, values, strict=True)]
-
-        shardings = [v.sharding if v.size else None for v in variables]
-        return compute_initial(variables, initial, (inputs,), shardings)
-
-
 def as_global(variable: Variable, stored: jax.Array) -> Any:
     """Returns a variable's stored array as its value in the global view."""
     return variable.layout.from_stored(stored, variable.shape)
 
 
-def _in_stored_form(variable: Variable, value: jax.Array) -> Any:
-    """Returns `value` in stored form, as a copy: a result of `jit` may be one of its inputs."""
+def _initial_in_stored_form(variable: Variable, value: jax.Array) -> Any:
+    """Returns an initial value in stored form, copied: a result of `jit` may be an input of it."""
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
 
 
-def _store(variable: Variable, value: jax.Array) -> None:
+def _store_initial(variable: Variable, value: jax.Array) -> None:
     if variable.size:
         variable.stored.swap(value)
     else:  # JAX cannot place empty outputs: those are placed separately
@@ -305,8 +245,7 @@ class Discovered:
         state_vars = [*read, *written]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
         initial = self._jaxpr.outvars[len(per_replica) + len(writes) :]
-        outvars = dict(zip(self.created, initial, strict=True))
-        self.initial_values = InitialValues(self._jaxpr, consts, self.reads, outvars)
+        self._initial = dict(zip(self.created, initial, strict=True))
 
     @functools.cached_property
     def spans_devices(self) -> bool:
@@ -325,6 +264,38 @@ class Discovered:
         roots, self.roots = self.roots, []
         if roots:
             reached.record(roots, (*self.reads, *self.writes, *self.created))
+
+    def make_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Computes the initial values of created variables, for a call, and stores them.
+
+        By one program per strategy, with output shardings, so that no value is ever whole on one
+        device.
+        """
+        groups: dict[Any, list[Variable]] = {}
+        for variable in self.created:
+            if variable.storage is None:  # on devices that only compile there is nothing to compute
+                groups.setdefault(variable.strategy, []).append(variable)
+        if not groups:
+            return
+        read = (as_global(v, v.stored.hand_out()) for v in self.reads)
+        inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
+        values: dict[Variable, Any] = {}
+        for variables in groups.values():
+            values.update(zip(variables, self._initial_values(variables, inputs), strict=True))
+        for variable, value in values.items():
+            _store_initial(variable, value)
+
+    def _initial_values(
+        self, variables: Sequence[Variable], inputs: Sequence[Any]
+    ) -> Sequence[Any]:
+        part = jax_compat.needed_for(self._jaxpr, [self._initial[v] for v in variables])
+
+        def initial(arrays: Sequence[Any]) -> list[Any]:
+            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
+            return [_initial_in_stored_form(*pair) for pair in zip(variables, values, strict=True)]
+
+        shardings = [v.sharding if v.size else None for v in variables]
+        return compute_initial(variables, initial, (inputs,), shardings)
 
     @property
     def equations(self) -> Iterator[jax_compat.JaxprEqn]:
@@ -397,39 +368,27 @@ def discover(
         hooks.tell(hooks.on_stand_ins, arrays, given)
         for array, argument in zip(arrays, given, strict=True):
             stand_in(array, argument)
-        try:
-            with frames.with_frame(step.frame(state)) as entered:
-                result = step.emit(step.function, state, *jax.tree.unflatten(treedef, arrays))
-                partitioned = PartitionedTree(result, _is_result)
-                for leaf in partitioned.leaves:
-                    require_held(leaf, f"a result of {step.name}")
-            topology = entered.strategy.extended.topology
-            leaves = partitioned.take_leaves()
-            facts = {describe: describe(leaves) for describe in hooks.describe}
-            results = [place_output(leaf, topology) for leaf in leaves]
-            per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
-            writes = list(state.written)
-            outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
-            outs += [to_storage(v, state.read(v)) for v in writes]
-        except BaseException as error:
-            if not log.values:
-                raise
-            found.update(error=error)
-            partitioned, per_replica, writes, facts, outs = None, (), [], {}, []
+        with frames.with_frame(step.frame(state)) as entered:
+            result = step.emit(step.function, state, *jax.tree.unflatten(treedef, arrays))
+            partitioned = PartitionedTree(result, _is_result)
+            for leaf in partitioned.leaves:
+                require_held(leaf, f"a result of {step.name}")
+        topology = entered.strategy.extended.topology
+        leaves = partitioned.take_leaves()
+        facts = {describe: describe(leaves) for describe in hooks.describe}
+        results = [place_output(leaf, topology) for leaf in leaves]
+        per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
+        writes = list(state.written)
+        outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
+        outs += [to_storage(v, state.read(v)) for v in writes]
         found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
         return [*outs, *log.take_values()]
 
     with contextlib.closing(log), _naming_arguments(step, args, kwargs), around.watching():
         with explaining_errors():
             jaxpr, consts = traces.trace_jaxpr(trace, list(map(type_of, given)))
-    error = found.pop("error", None)
     discovered = Discovered(step.name, jaxpr, consts, treedef, log=log, **found)
     discovered.roots = [step.function, *around.objects]
-    _let_later_traces_initialize(discovered, step, args, kwargs)
-    if error is not None:
-        if not jax_compat.tracing():  # now, not in the next trace, whose context differs
-            discovered.initial_values.compute(step, args, kwargs)
-        raise error
     around.require_no_leaks(found["partitioned"].objects)
     around.require_inputs(jaxpr, consts)
     _require_no_baked_state(consts)
@@ -441,17 +400,6 @@ def discover(
         discovered.facts,
     )
     return discovered
-
-
-def _let_later_traces_initialize(
-    discovered: Discovered, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Lets the next trace that meets a created variable initialize it, if this call raises.
-
-    The user may hold the variable, behind a guard that prevents creating it again.
-    """
-    for variable in discovered.created:
-        variable.stored.complete = lambda: discovered.initial_values.store(step, args, kwargs)
 
 
 def _is_spread(value: object) -> bool:

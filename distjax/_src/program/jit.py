@@ -207,9 +207,8 @@ def _find_attribute(stage: LoweredProgram | CompiledProgram, of: str, name: str)
 class CompiledFunction:
     """The result of `dj.jit`: the function, compiled at its first call.
 
-    `require` and `renew` are those of a function that passes its arguments on to `run`, static
-    values still marked: the one raises for what `run` rejects, the other returns the like for a
-    copy of the user's function.
+    With a strategy, that of `Strategy.jit`: the function runs on every replica, and its arguments
+    are passed on to `run` with static values still marked.
     """
 
     def __init__(
@@ -217,12 +216,13 @@ class CompiledFunction:
         fn: Callable[..., Any],
         donate_argnums: tuple[int, ...],
         static: frozenset[str],
-        require: Require | None = None,
-        renew: Callable[[Callable[..., Any]], CompiledFunction] | None = None,
+        strategy: StrategyLike | None = None,
     ):
-        functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._require, self._renew = require, renew
+        self._strategy = strategy
+        self._body = fn if strategy is None else _on_replicas(strategy, fn)
+        self._require = None if strategy is None else _bare_rows_check(strategy.extended, fn)
+        functools.update_wrapper(self, self._body)
         self._programs: dict[Any, Program] = {}
         self._outermost: Program | None = None  # of the default context
 
@@ -250,10 +250,10 @@ class CompiledFunction:
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], state: TraceState
     ) -> Any:
         """Calls the function in the trace of the code that calls it."""
-        if self._require is None:
+        if self._strategy is None:
             args, kwargs = unmark((args, kwargs))
         args, kwargs = without_expectations(args, kwargs, state.expectations)
-        return self._fn(*args, **kwargs)
+        return self._body(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
@@ -274,13 +274,12 @@ class CompiledFunction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         """Returns one that compiles anew; of a method, bound to the copy of its object."""
-        if self._renew is not None:
-            return self._renew(copy.deepcopy(vars(self._fn)["__wrapped__"], memo))
-        return CompiledFunction(copy.deepcopy(self._fn, memo), self._donate_argnums, self._static)
+        own = self._donate_argnums, self._static, self._strategy
+        return CompiledFunction(copy.deepcopy(self._fn, memo), *own)
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns a copy that shares no compiled program with this one."""
-        own = self._donate_argnums, self._static, self._require, self._renew
+        own = self._donate_argnums, self._static, self._strategy
         return CompiledFunction(self._fn, *own)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -292,22 +291,44 @@ class CompiledFunction:
 
     def new_program(self) -> Program:
         """Returns a program of its own, for the context of the caller."""
-        step = _jit_step(
-            self._fn, frames.current(), self._donate_argnums, self._require is not None
-        )
-        return Program(step, require=self._require)
+        return Program(self._step(frames.current()), require=self._require)
 
     def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         program = self._programs.get(key)
         if program is None:
-            step = _jit_step(self._fn, frame, self._donate_argnums, self._require is not None)
             on_second_call = record_new_function(self._fn, frame.strategy)
-            program = Program(step, on_second_call, self._require)
+            program = Program(self._step(frame), on_second_call, self._require)
             self._programs[key] = program
             if not frames.stack():
                 self._outermost = program
         return program
+
+    def _step(self, frame: Frame) -> Step:
+        """Returns the function as the step of a program, which does not keep `self` alive."""
+        fn, body, is_plain = self._fn, self._body, self._strategy is None
+
+        def emit(
+            _: object, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            if is_plain:
+                args, kwargs = unmark((args, kwargs))
+            if (call := call_of(kwargs)) is not None:
+                return call.emit_call(body, args, kwargs, state)
+            args, kwargs = without_expectations(args, kwargs, state.expectations)
+            return body(*args, **kwargs)
+
+        return Step(
+            lambda: fn,
+            emit,
+            off_their_devices,
+            function_name(fn),
+            positional_names(fn),
+            frame.strategy if frame.has_strategy else None,
+            self._donate_argnums,
+            keeps_context=True,
+            ignores_user_mesh=False,  # its code may name the mesh
+        )
 
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -329,40 +350,6 @@ def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: Py
         return fn(*args, **kwargs)
     with frames.with_frame(frame):
         return fn(*args, **kwargs)
-
-
-def _jit_step(
-    fn: Callable[..., Any],
-    frame: Frame,
-    donate_argnums: tuple[int, ...],
-    hands_on_static: bool,
-) -> Step:
-    """Returns a function of `dj.jit` as the step of a program.
-
-    If it `hands_on_static`, it receives static values still marked, and passes its arguments on to
-    `run`.
-    """
-
-    def emit(_: object, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not hands_on_static:
-            args, kwargs = unmark((args, kwargs))
-        if (call := call_of(kwargs)) is not None:
-            return call.emit_call(fn, args, kwargs, state)
-        args, kwargs = without_expectations(args, kwargs, state.expectations)
-        return fn(*args, **kwargs)
-
-    of_user = vars(fn)["__wrapped__"] if hands_on_static else fn
-    return Step(
-        lambda: of_user,
-        emit,
-        off_their_devices,
-        function_name(fn),
-        positional_names(fn),
-        frame.strategy if frame.has_strategy else None,
-        donate_argnums,
-        keeps_context=True,
-        ignores_user_mesh=False,  # its code may name the mesh
-    )
 
 
 def jit(
@@ -574,14 +561,16 @@ def compile_on_replicas(
 ) -> CompiledFunction:
     """Returns the program that runs ``fn`` on every replica: see `Strategy.jit`."""
     require_callable(fn, "jit")
+    donated = donated_numbers(fn, donate_argnums)
+    return CompiledFunction(
+        fn, donated, _static_names(fn, static_argnums, static_argnames), strategy
+    )
 
+
+def _on_replicas(strategy: StrategyLike, fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
         return strategy.run(fn, args, kwargs)
 
     run_on_replicas.__qualname__ = function_name(fn)  # of a partial, too, which has no name
-    donated = donated_numbers(fn, donate_argnums)
-    static = _static_names(fn, static_argnums, static_argnames)
-    require = _bare_rows_check(strategy.extended, fn)
-    renew = lambda copied: compile_on_replicas(strategy, copied, donated, (), tuple(static))
-    return CompiledFunction(run_on_replicas, donated, static, require, renew)
+    return run_on_replicas

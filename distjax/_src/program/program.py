@@ -440,7 +440,7 @@ class Program:
             return build, found
         if found.created:
             require_no_trace(found.created[0].name)
-            found.initial_values.store(step, args, kwargs)
+            found.make_created(step, args, kwargs)
             found = discover(step, args, kwargs, CreationLog(made=found.created))
         hooks.tell(hooks.on_new_program, step.name)
         self._build = Build(step, found, build)

@@ -60,8 +60,6 @@ class ReplicaTrace:
       jaxpr, consts: the replica view; its outputs are the array results, then the written
         variables, then the initial values of the created ones.
       merges: the merges that the jaxpr's equations reference weakly.
-      error: the exception that the function raised after creating variables, or None; if set, the
-        outputs are only the initial values.
     """
 
     jaxpr: jax_compat.Jaxpr
@@ -70,7 +68,6 @@ class ReplicaTrace:
     written: list[Any]
     created: list[Any]
     merges: list[UserMerge]
-    error: BaseException | None
 
 
 def trace_replica(
@@ -89,21 +86,15 @@ def trace_replica(
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
         context = ReplicaContext(strategy)
-        error, written = None, []
-        try:
-            with frames.with_frame(Frame(strategy, context, state)):
-                returned = require_finished(fn(*args, **kwargs), fn)
-                result = partition_result(returned, function_name(fn))
-            if context.merge_error is not None:
-                raise context.merge_error
-            leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
-            written = list(state.written)
-        except BaseException as raised:
-            if creation is None or not creation.values:
-                raise
-            error, result, leaves = raised, PartitionedTree((), is_array), []
+        with frames.with_frame(Frame(strategy, context, state)):
+            returned = require_finished(fn(*args, **kwargs), fn)
+            result = partition_result(returned, function_name(fn))
+        if context.merge_error is not None:
+            raise context.merge_error
+        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
+        written = list(state.written)
         created = list(creation.values) if creation is not None else []
-        found.update(result=result, written=written, created=created, error=error)
+        found.update(result=result, written=written, created=created)
         found["merges"], context.merges = context.merges, []
         inits = creation.take_values() if creation is not None else []
         return [*leaves, *(state.read(v) for v in written), *inits]
@@ -123,23 +114,7 @@ def trace_replica(
     except Exception as error:
         add_notes(error, given.name, given.paths, partitioned.leaves, topology.num_replicas)
         raise
-    trace = ReplicaTrace(jaxpr, consts, **found)
-    return trace if trace.error is None else keep_created(trace, trace.error)
-
-
-def keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
-    """Reduces the trace of a failed function to the creation of its variables.
-
-    The user may hold these variables behind a guard that prevents creating them again.
-    """
-    initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
-    return dataclasses.replace(
-        trace,
-        jaxpr=jax_compat.needed_for(trace.jaxpr, initial),
-        result=PartitionedTree((), is_array),
-        written=[],
-        error=error,
-    )
+    return ReplicaTrace(jaxpr, consts, **found)
 
 
 def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
@@ -401,18 +376,10 @@ def emit_on_replicas(
     require_own_axis(given.name, traced.jaxpr, topology)
     emitter = next(iter(hooks.tell(hooks.emitters, topology)), None) or JaxprEmitter(topology)
     known = _read_values(traced.jaxpr, outer)
-    try:
-        outs = emitter.emit(traced.jaxpr, traced.consts, given.values, known)
-    except BaseException as error:
-        if not traced.created:
-            raise
-        traced = keep_created(traced, error)
-        outs = emitter.emit(traced.jaxpr, traced.consts, given.values, known)
+    outs = emitter.emit(traced.jaxpr, traced.consts, given.values, known)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     unequal = _bind_created(traced.created, outs[num_results + num_written :], outer)
-    if traced.error is not None:
-        raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
     return TracedRun(fn, given, traced, topology, results, finals, unequal, outer.expectations)

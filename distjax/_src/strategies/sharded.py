@@ -32,7 +32,6 @@ from distjax._src.variables.layouts import (
     LaidOut,
     Layout,
     MirroredLayout,
-    PartitionedLayout,
     spec_beside,
     spec_of,
     split_along,
@@ -100,8 +99,8 @@ class ShardedPlacement:
         if self.partitioner is not None:
             shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
             axes = [i for i in axes if shards[i] > 1]
-        form = split_along(self.topology, shape, axes, spec)
-        if form is None:
+        layout = split_along(self.topology, shape, axes, spec)
+        if layout is None:
             return whole
         itemsize = jnp.dtype(dtype).itemsize
         if owner is not None and tuple(owner.shape) == tuple(shape):
@@ -109,7 +108,7 @@ class ShardedPlacement:
         if math.prod(shape) * itemsize <= self.min_split_bytes:
             why = f"not over {format_bytes(self.min_split_bytes)}"
             return dataclasses.replace(whole, why=why)
-        return PartitionedLayout(self.topology, form.axis, spec, form.size)
+        return layout
 
 
 class ShardedStrategy(Strategy):

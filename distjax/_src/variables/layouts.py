@@ -50,8 +50,7 @@ from distjax._src.typing import DTypeLike, ReduceOp
 class LocalForm(Protocol):
     """How the local form of a value and its global form convert to each other.
 
-    The built-in layouts use `UnsplitForm`, `AxisShards` and `Shards`; custom classes work
-    as well.
+    That is `UnsplitForm`, `Shards`, or a `PartitionedLayout` itself; custom classes work as well.
     """
 
     @property
@@ -100,14 +99,6 @@ class LocalForm(Protocol):
         """Returns this replica's part of the sum or mean of the replicas' values [...]."""
         ...
 
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
-        """Returns this replica's parts of the slices ``value[i]``, stacked, and their form.
-
-        A loop over i can then gather one slice at a time. None if that is impossible; the
-        loop then gathers the whole value before it starts.
-        """
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class UnsplitForm:
@@ -146,181 +137,9 @@ class UnsplitForm:
         """Returns the sum or mean, by an all-reduce."""
         return all_reduce(op, value, topology.axis_name, topology.num_replicas)
 
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: nothing needs gathering."""
-        return None
-
 
 #: The form of a value that every replica holds whole.
 WHOLE = UnsplitForm(None)
-
-
-@dataclasses.dataclass(frozen=True)
-class AxisShards:
-    """The local form of a value split into R equal parts along `axis`.
-
-    If R does not divide the axis, the last parts end in zeros. A replica, and the stored array,
-    have them; a value has none: XLA leaves them out of what it computes of such a value. With
-    `blocks`, it is the last parts of each block, and the value lives by blocks, without zeros.
-
-    Attributes:
-      topology: the R replicas.
-      axis: the axis.
-      spec: what the devices of a replica split, along other axes; None: nothing, or what the
-        program makes of it.
-      size: the size of the axis if R does not divide it; None: R divides it.
-      blocks: a common divisor of R and the size: R / blocks neighboring replicas share a block.
-    """
-
-    topology: Topology
-    axis: int
-    spec: Spec = None
-    size: int | None = None
-    blocks: int = 1
-    varying = True
-    is_split = True
-
-    @property
-    def sharding(self) -> Sharding:
-        """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
-        sharers = self.topology.num_replicas // self.blocks if self.blocks > 1 else 1
-        return self.topology.split_along(self.axis, self.spec, sharers)
-
-    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        of_block, sharers = shape[self.axis] // self.blocks, self._num_replicas // self.blocks
-        return (*shape[: self.axis], -(-of_block // sharers), *shape[self.axis + 1 :])
-
-    @property
-    def _num_replicas(self) -> int:
-        return self.topology.num_replicas
-
-    def padded(self, value: jax.Array) -> jax.Array:
-        """Returns a value with zeros behind it, or its blocks, so that R divides the axis."""
-        if self.size is None:
-            return value
-        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
-        by_block = value.reshape(*before, self.blocks, self.size // self.blocks, *behind)
-        widths = [(0, 0, 0)] * by_block.ndim
-        missing = -(self.size // self.blocks) % (self._num_replicas // self.blocks)
-        widths[self.axis + 1] = (0, missing, 0)
-        by_block = lax.pad(by_block, jnp.zeros((), value.dtype), widths)
-        return by_block.reshape(*before, -1, *behind)
-
-    def unpadded(self, value: jax.Array) -> jax.Array:
-        """Inverts `padded`."""
-        if self.size is None:
-            return value
-        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
-        by_block = value.reshape(*before, self.blocks, -1, *behind)
-        of_block = self.size // self.blocks
-        by_block = lax.slice_in_dim(by_block, 0, of_block, axis=self.axis + 1)
-        return by_block.reshape(*before, self.size, *behind)
-
-    def _split_evenly(self, padded: jax.Array) -> jax.Array:
-        if self.topology.mesh is None:
-            return padded
-        return lax.with_sharding_constraint(padded, self.topology.split_along(self.axis, self.spec))
-
-    def to_replicas(self, value: jax.Array) -> jax.Array:
-        """Returns the shards of a value as [R, ...]; no data moves."""
-        if self.size is not None:
-            value = self._split_evenly(self.padded(self.spread(value)))
-        count = self.topology.num_replicas
-        shape = value.shape
-        split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
-        stacked = jnp.moveaxis(value.reshape(split), self.axis, 0)
-        if not self.spec:
-            return stacked
-        spec = PartitionSpec(self.topology.axis_name, *self.spec)
-        return lax.with_sharding_constraint(stacked, NamedSharding(self._mesh, spec))
-
-    def from_replicas(self, array: jax.Array) -> jax.Array:
-        """Returns the value from its shards [R, ...]; no data moves but within blocks."""
-        split = jnp.moveaxis(array, 0, self.axis)
-        shape = split.shape
-        whole = shape[self.axis] * shape[self.axis + 1]
-        value = split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :])
-        value = self._split_evenly(value)
-        return value if self.size is None else self.spread(self.unpadded(value))
-
-    @property
-    def _mesh(self) -> Mesh:
-        assert self.topology.mesh is not None, "only replicas with devices of their own split more"
-        return self.topology.mesh
-
-    def spread(self, value: jax.Array) -> jax.Array:
-        """Returns `value` constrained so that each device computes its shard, or its block.
-
-        In a program it need not be padded for that, as an array has to be.
-        """
-        is_uneven = self.size is not None and value.shape[self.axis] == self.size
-        if is_uneven and self.blocks == 1 and not isinstance(value, jax_compat.Tracer):
-            return value  # under `jax.disable_jit`
-        if self.topology.mesh is None:
-            return value
-        return lax.with_sharding_constraint(value, self.sharding)
-
-    def gather(self, local: jax.Array) -> jax.Array:
-        """Returns the whole value, by an all-gather."""
-        name, axis = self.topology.axis_name, self.axis
-        gather = lambda x: self.unpadded(lax.all_gather(x, name, axis=axis, tiled=True))
-        return on_own_parts(gather, [local], [self.spec])[0]
-
-    def own_part(self, value: jax.Array) -> jax.Array:
-        value = self.padded(value)
-        size = value.shape[self.axis] // self.topology.num_replicas
-        start = own_index(self.topology.axis_name) * size
-        return lax.dynamic_slice_in_dim(value, start, size, self.axis)
-
-    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
-        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
-        summand, axis = as_summand(op, value, "a reduction to shards"), self.axis
-        name = topology.axis_name
-        scatter = lambda x: lax.psum_scatter(
-            self.padded(x), name, scatter_dimension=axis, tiled=True
-        )
-        total = on_own_parts(scatter, [summand], [self.spec])[0]
-        return from_total(op, total, topology.num_replicas)
-
-    def unstack(
-        self, local: jax.Array, shape: tuple[int, ...]
-    ) -> tuple[jax.Array, AxisShards] | None:
-        """Returns the slices' shards, split along one of the slices' own axes."""
-        if self.spec and self.spec[0] is not None:  # the devices of a replica hold other slices
-            return None
-        of_slice = None if self.spec is None else PartitionSpec(*self.spec[1:])
-        if self.axis > 0:
-            of_slice = dataclasses.replace(self, axis=self.axis - 1, spec=of_slice)
-            return local, of_slice
-        axis = self.topology.find_axis(shape, free_axes(self.spec, shape)[1:])
-        if axis is None or self.size is not None:
-            return None
-        # Each replica holds whole slices: exchange them for a part of every slice.
-        name = self.topology.axis_name
-        exchange = lambda x: lax.all_to_all(x, name, split_axis=axis, concat_axis=0, tiled=True)
-        parts = on_own_parts(exchange, [local], [self.spec])[0]
-        return parts, AxisShards(self.topology, axis - 1, of_slice)
-
-
-def split_along(
-    topology: Topology, shape: Sequence[int], axes: Sequence[int], spec: Spec = None
-) -> AxisShards | None:
-    """Returns how a value is split over the replicas, or None if there is nothing to split.
-
-    Along the first of `axes` that R divides; else along the one that needs the least padding.
-    """
-    axis = topology.find_axis(shape, axes)
-    if axis is not None:
-        return AxisShards(topology, axis, spec)
-    axes = [i for i in axes if 0 not in shape]
-    if not axes:
-        return None
-    count = topology.num_replicas
-    axis = min(axes, key=lambda i: -(-shape[i] // count) / shape[i])
-    return AxisShards(topology, axis, spec, shape[axis])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,10 +200,6 @@ class Shards:
         shards = self.split(as_summand(op, value, "a reduction to shards"))
         return from_total(op, lax.psum_scatter(shards, topology.axis_name), topology.num_replicas)
 
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: how `split` acts on slices is unknown."""
-        return None
-
 
 # -- how a value is stored -----------------------------------------------------
 
@@ -414,7 +229,7 @@ class Layout(Protocol):
 
     @property
     def local_form(self) -> LocalForm:
-        """What one replica holds: `WHOLE`, `AxisShards(...)`, `Shards(...)`."""
+        """What one replica holds: `WHOLE`, `Shards(...)`; of a `PartitionedLayout`, itself."""
         ...
 
     @property
@@ -575,17 +390,25 @@ class OneDeviceLayout(_AsItIs):
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionedLayout(_AsItIs):
-    """One value [...] split over the replicas along `axis`; each holds a shard.
+class PartitionedLayout:
+    """One value [...] split over the replicas into R equal parts along `axis`; each holds one.
+
+    It is a layout and its own local form. If R does not divide the axis, the last parts end in
+    zeros. A replica, and the stored array, have them; a value has none: XLA leaves them out of what
+    it computes of such a value. With `blocks`, it is the last parts of each block, and the value
+    lives by blocks, without zeros.
 
     Attributes:
       topology: the R replicas.
       axis: the axis.
-      spec: what the devices of a replica split, along other axes, as in `MirroredLayout`.
-      size: the size of the axis if R does not divide it. The stored array then has zeros behind
-        the value, and `v.value` outside of programs is a copy, whole on each replica.
-      blocks: if more than 1, the stored array is the value, split into so many parts: R / blocks
-        neighboring replicas share each, and compute with a part of it.
+      spec: what the devices of a replica split, along other axes; None: nothing, or what the
+        program makes of it.
+      size: the size of the axis if R does not divide it; None: R divides it. The stored array then
+        has zeros behind the value, and `v.value` outside of programs is a copy, whole on each
+        replica.
+      blocks: a common divisor of R and the size. If more than 1, the stored array is the value,
+        split into so many parts: R / blocks neighboring replicas share each, and compute with a
+        part of it.
     """
 
     topology: Topology
@@ -595,11 +418,26 @@ class PartitionedLayout(_AsItIs):
     blocks: int = 1
     kind = kinds.PARTITIONED
     num_copies = 1
+    varying = True
+    is_split = True
 
     def __str__(self) -> str:
         how = f", {self.size} padded to {self._padded_size}" if self.hands_out_copies else ""
         how = f" in {self.blocks} parts" if self.blocks > 1 else how
         return f"partitioned on axis {self.axis}{how}{_within(self.spec)}"
+
+    @property
+    def local_form(self) -> PartitionedLayout:
+        """Itself: the parts along the axis."""
+        return self
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
+        sharers = self.topology.num_replicas // self.blocks if self.blocks > 1 else 1
+        return self.topology.split_along(self.axis, self.spec, sharers)
+
+    # -- as it is stored --------------------------------------------------------
 
     @property
     def _padded_size(self) -> int:
@@ -617,16 +455,6 @@ class PartitionedLayout(_AsItIs):
         """Whether the stored array is padded."""
         return self.size is not None and self.blocks == 1
 
-    @property
-    def sharding(self) -> Sharding:
-        """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
-        return self.local_form.sharding
-
-    @property
-    def local_form(self) -> AxisShards:
-        """Shards along the axis."""
-        return AxisShards(self.topology, self.axis, self.spec, self.size, self.blocks)
-
     def to_stored(self, value: jax.Array) -> Any:
         """Returns `value`, padded if R does not divide the axis."""
         if not self.hands_out_copies:
@@ -635,24 +463,22 @@ class PartitionedLayout(_AsItIs):
             widths = [(0, 0)] * value.ndim
             widths[self.axis] = (0, self._padded_size - value.shape[self.axis])
             return np.pad(value, widths)
-        form = self.local_form
         if not isinstance(value, jax_compat.Tracer):
             if value.is_fully_addressable:
-                return _padded_here(value, form)
-            return call_compiled(_padded, value, form, name="a write of a padded variable")
-        return form.spread(form.padded(form.spread(value)))
+                return _padded_here(value, self)
+            return call_compiled(_padded, value, self, name="a write of a padded variable")
+        return self.spread(self.padded(self.spread(value)))
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value: in a program split as it is stored, outside as a whole copy."""
-        form = self.local_form
         if not self.hands_out_copies:
             return stored
         if not isinstance(stored, jax_compat.Tracer):
-            return call_compiled(_unpadded, stored, form, name="the read of a padded variable")
-        return form.spread(form.unpadded(stored))
+            return call_compiled(_unpadded, stored, self, name="the read of a padded variable")
+        return self.spread(self.unpadded(stored))
 
     def constrain(self, stored: jax.Array) -> Any:
-        return self.local_form.spread(stored)
+        return self.spread(stored)
 
     def unencoded(self, shape: tuple[int, ...]) -> PartitionedLayout | MirroredLayout:
         """Returns itself; if R does not divide the axis, in the most parts that an axis allows."""
@@ -667,17 +493,140 @@ class PartitionedLayout(_AsItIs):
             return MirroredLayout(self.topology, self.spec, why)
         return PartitionedLayout(self.topology, axis, self.spec, shape[axis], blocks)
 
+    # -- what one replica holds --------------------------------------------------
 
-def _padded(value: jax.Array, form: AxisShards) -> jax.Array:
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        of_block, sharers = shape[self.axis] // self.blocks, self._num_replicas // self.blocks
+        return (*shape[: self.axis], -(-of_block // sharers), *shape[self.axis + 1 :])
+
+    @property
+    def _num_replicas(self) -> int:
+        return self.topology.num_replicas
+
+    def padded(self, value: jax.Array) -> jax.Array:
+        """Returns a value with zeros behind it, or its blocks, so that R divides the axis."""
+        if self.size is None:
+            return value
+        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
+        by_block = value.reshape(*before, self.blocks, self.size // self.blocks, *behind)
+        widths = [(0, 0, 0)] * by_block.ndim
+        missing = -(self.size // self.blocks) % (self._num_replicas // self.blocks)
+        widths[self.axis + 1] = (0, missing, 0)
+        by_block = lax.pad(by_block, jnp.zeros((), value.dtype), widths)
+        return by_block.reshape(*before, -1, *behind)
+
+    def unpadded(self, value: jax.Array) -> jax.Array:
+        """Inverts `padded`."""
+        if self.size is None:
+            return value
+        before, behind = value.shape[: self.axis], value.shape[self.axis + 1 :]
+        by_block = value.reshape(*before, self.blocks, -1, *behind)
+        of_block = self.size // self.blocks
+        by_block = lax.slice_in_dim(by_block, 0, of_block, axis=self.axis + 1)
+        return by_block.reshape(*before, self.size, *behind)
+
+    def _split_evenly(self, padded: jax.Array) -> jax.Array:
+        if self.topology.mesh is None:
+            return padded
+        return lax.with_sharding_constraint(padded, self.topology.split_along(self.axis, self.spec))
+
+    def to_replicas(self, value: jax.Array) -> jax.Array:
+        """Returns the shards of a value as [R, ...]; no data moves."""
+        if self.size is not None:
+            value = self._split_evenly(self.padded(self.spread(value)))
+        count = self.topology.num_replicas
+        shape = value.shape
+        split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
+        stacked = jnp.moveaxis(value.reshape(split), self.axis, 0)
+        if not self.spec:
+            return stacked
+        spec = PartitionSpec(self.topology.axis_name, *self.spec)
+        return lax.with_sharding_constraint(stacked, NamedSharding(self._mesh, spec))
+
+    def from_replicas(self, array: jax.Array) -> jax.Array:
+        """Returns the value from its shards [R, ...]; no data moves but within blocks."""
+        split = jnp.moveaxis(array, 0, self.axis)
+        shape = split.shape
+        whole = shape[self.axis] * shape[self.axis + 1]
+        value = split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :])
+        value = self._split_evenly(value)
+        return value if self.size is None else self.spread(self.unpadded(value))
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.topology.mesh is not None, "only replicas with devices of their own split more"
+        return self.topology.mesh
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        """Returns `value` constrained so that each device computes its shard, or its block.
+
+        In a program it need not be padded for that, as an array has to be.
+        """
+        is_uneven = self.size is not None and value.shape[self.axis] == self.size
+        if is_uneven and self.blocks == 1 and not isinstance(value, jax_compat.Tracer):
+            return value  # under `jax.disable_jit`
+        if self.topology.mesh is None:
+            return value
+        return lax.with_sharding_constraint(value, self.sharding)
+
+    def gather(self, local: jax.Array) -> jax.Array:
+        """Returns the whole value, by an all-gather."""
+        name, axis = self.topology.axis_name, self.axis
+        gather = lambda x: self.unpadded(lax.all_gather(x, name, axis=axis, tiled=True))
+        return on_own_parts(gather, [local], [self.spec])[0]
+
+    def own_part(self, value: jax.Array) -> jax.Array:
+        value = self.padded(value)
+        size = value.shape[self.axis] // self.topology.num_replicas
+        start = own_index(self.topology.axis_name) * size
+        return lax.dynamic_slice_in_dim(value, start, size, self.axis)
+
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
+        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        summand, axis = as_summand(op, value, "a reduction to shards"), self.axis
+        name = topology.axis_name
+        scatter = lambda x: lax.psum_scatter(
+            self.padded(x), name, scatter_dimension=axis, tiled=True
+        )
+        total = on_own_parts(scatter, [summand], [self.spec])[0]
+        return from_total(op, total, topology.num_replicas)
+
+
+#: A `PartitionedLayout` as what one replica holds: for layouts that store such a value otherwise.
+AxisShards = PartitionedLayout
+
+
+def _padded(value: jax.Array, form: PartitionedLayout) -> jax.Array:
     return form.padded(value)
 
 
-def _unpadded(stored: jax.Array, form: AxisShards) -> jax.Array:
+def _unpadded(stored: jax.Array, form: PartitionedLayout) -> jax.Array:
     return form.unpadded(stored)
 
 
 # Compiled, since the zeros would trip transfer guards.
 _padded_here = jax.jit(_padded, static_argnums=1)
+
+
+def split_along(
+    topology: Topology, shape: Sequence[int], axes: Sequence[int], spec: Spec = None
+) -> PartitionedLayout | None:
+    """Returns how a value is split over the replicas, or None if there is nothing to split.
+
+    Along the first of `axes` that R divides; else along the one that needs the least padding.
+    """
+    axis = topology.find_axis(shape, axes)
+    if axis is not None:
+        return PartitionedLayout(topology, axis, spec)
+    axes = [i for i in axes if 0 not in shape]
+    if not axes:
+        return None
+    count = topology.num_replicas
+    axis = min(axes, key=lambda i: -(-shape[i] // count) / shape[i])
+    return PartitionedLayout(topology, axis, spec, shape[axis])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,7 +124,6 @@ class StoredArray:
     Attributes:
       array: the array, if no program keeps a newer one.
       is_private: whether there is an array that no one outside has seen, which may be donated.
-      complete: stores the initial value from a trace that did not finish; None if there is none.
       is_lost: whether a program took the array and returned no new one.
     """
 
@@ -134,7 +133,6 @@ class StoredArray:
         self._global_shape = self.layout.local_form.global_shape(self._shape)
         self.array: jax.Array | None = None
         self.is_private = self.is_lost = False
-        self.complete: Callable[[], None] | None = None
         self._num_changes = 0
         # The array and the parts that it was last split into, as far as users hold them.
         self._components: tuple[weakref.ref[Any], ...] = ()
@@ -182,7 +180,7 @@ class StoredArray:
         with self.lock:
             self.lock.settle()
             self.put(array)
-            self.complete, self.is_lost = None, False
+            self.is_lost = False
 
     def put(self, array: jax.Array | None) -> None:
         """Stores an array, with the lock held and all arrays with their variables."""
@@ -213,11 +211,6 @@ class StoredArray:
                     self.put(former)
                     self.is_private = False
             raise
-
-    def complete_creation(self) -> None:
-        """Stores the initial value left over from a trace that did not finish."""
-        if self.complete is not None and self.read() is None:
-            self.complete()
 
     # -- the value, in global form ------------------------------------------------
 
@@ -407,7 +400,8 @@ def _unmade_text(name: str) -> str:
         f"variable {name!r} needs an initial value",
         got="a variable whose creating function did not finish",
         why="the values of a traced function exist only when its trace ends",
-        fix="create the variable again, outside the function or guarded by `if self.v is None`",
+        fix="create it outside the function; or set what holds it back to None, so that "
+        "`if self.v is None` creates it again",
     )
 
 

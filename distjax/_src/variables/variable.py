@@ -325,7 +325,6 @@ class Variable:
 
     def traced_type(self, *, local: bool) -> ShapedArray:
         """Returns the type of its value at the start of a trace; raises if it has none."""
-        self.stored.complete_creation()
         if not self.is_being_made:
             self.stored.require_made()
         if local or are_exchanged():

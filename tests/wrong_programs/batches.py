@@ -18,7 +18,7 @@ from tests.wrong_programs.program import (
     weights,
 )
 
-MEANS, CURVED = "a sum of local means", "a function of local means averaged"
+MEANS = "a sum of local means"
 LEGAL_SUM = "a larger rate may be meant"
 
 

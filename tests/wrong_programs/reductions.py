@@ -24,11 +24,7 @@ from tests.wrong_programs.program import (
 )
 
 MEANS, TWICE = "a sum of local means", "summed twice"
-SHARE, CLIPPED, NORM = (
-    "a share averaged",
-    "clipped before the reduction",
-    "the norm of local gradients",
-)
+SHARE = "a share averaged"
 SHARED_KEY = "the same random numbers on every replica"
 SUMMED_LOSS = "the gradient of a sum averaged"
 LEGAL_SUM = "a larger rate may be meant"
@@ -84,7 +80,7 @@ def one_key_for_dropout(s, right):
     return Case(step, (weights(), jax.random.key(0), inputs(s)), first_argument)
 
 
-@program(WARNING, CLIPPED, "replicas may clip on purpose")
+@program(SILENT, "", RUN)
 def clip_before_the_mean(s, right):
     def clip(grads):
         return grads * jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(grads**2)))
@@ -94,7 +90,7 @@ def clip_before_the_mean(s, right):
     )
 
 
-@program(WARNING, CLIPPED, "replicas may clip on purpose")
+@program(SILENT, "", RUN)
 def clip_before_the_reduction_in_a_chain(s, right):
     links = [dj.optim.reduce_gradients("mean"), optax.clip_by_global_norm(0.5)]
     tx = optax.chain(*(links if right else links[::-1]), optax.sgd(0.1))
@@ -254,7 +250,7 @@ def pmean_over_the_replicas(s, right):
     return _update(s, reduced)
 
 
-@program(WARNING, CLIPPED, "replicas may clip on purpose", more=True)
+@program(SILENT, "", RUN, more=True)
 def clip_by_value_before_the_mean(s, right):
     clip = lambda grads: jnp.clip(grads, -0.1, 0.1)
     return _update(
@@ -262,7 +258,7 @@ def clip_by_value_before_the_mean(s, right):
     )
 
 
-@program(WARNING, CLIPPED, "replicas may clip on purpose", more=True)
+@program(SILENT, "", RUN, more=True)
 def clip_of_optax_before_the_mean(s, right):
     def clip(grads):
         tx = optax.clip_by_global_norm(0.5)
@@ -273,7 +269,7 @@ def clip_of_optax_before_the_mean(s, right):
     )
 
 
-@program(WARNING, CLIPPED, "replicas may do it on purpose", more=True)
+@program(SILENT, "", RUN, more=True)
 def gradients_normalized_before_the_mean(s, right):
     unit = lambda grads: grads / (jnp.linalg.norm(grads) + 1e-6)
     return _update(

@@ -26,7 +26,6 @@ from tests.wrong_programs.program import (
 MEANS, TWICE = "a sum of local means", "summed twice"
 SHARE = "a share averaged"
 SHARED_KEY = "the same random numbers on every replica"
-SUMMED_LOSS = "the gradient of a sum averaged"
 LEGAL_SUM = "a larger rate may be meant"
 
 
@@ -343,7 +342,7 @@ def sum_of_means_with_a_penalty(s, right):
     return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(loss)(w, x)))
 
 
-@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
+@program(SILENT, "", RUN, more=True)
 def mean_of_gradients_of_a_summed_mean(s, right):
     op = "mean" if right else "sum"
     loss = lambda w, x: ctx().all_reduce(op, loss_of(w, x))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from distjax._src.context import reason_in
 from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax._src.lint.facts import DERIVATIVE, EQUAL, MEAN, RATIO, SHARE, TOTAL, Fact, Site
+from distjax._src.lint.facts import EQUAL, MEAN, RATIO, SHARE, TOTAL, Fact, Site
 from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.trace import Given, TracedRun
@@ -41,7 +41,7 @@ def _dependence(env: Mapping[Any, Fact], atom: Var | Literal, x: GlobalValue, gi
     fact = EQUAL if isinstance(atom, Literal) else env[atom]
     if fact.is_kind(SHARE, TOTAL):
         return " (a share: their sum is what one replica computes)" if fact.differs else ""
-    if fact.is_kind(MEAN, DERIVATIVE):
+    if fact.is_kind(MEAN):
         told = "a share, R times too large: their mean is" if fact.differs else "R times"
         return f" ({told} what one replica computes)"
     if fact.differs and fact.is_kind(RATIO):

@@ -77,10 +77,9 @@ class Scale(NamedTuple):
 
     Attributes:
       kind: how it came to be. Of values that differ, and of their sums: TOTAL (a sum over rows),
-        SHARE (a total over the count of all rows), MEAN (over this replica's rows), DERIVATIVE (of
-        a mean that was summed before the gradient was taken). RATIO: a quotient by a count of this
-        replica's own, which no sum or mean makes that of one replica. Of reduced values of which no
-        more is known: "summed", "averaged", "gathered".
+        SHARE (a total over the count of all rows), MEAN (over this replica's rows). RATIO: a
+        quotient by a count of this replica's own, which no sum or mean makes that of one replica.
+        Of reduced values of which no more is known: "summed", "averaged", "gathered".
       power: it is R to this power too large.
       made: where.
       reduced: where it was reduced; None: it is not.
@@ -99,9 +98,9 @@ class Scale(NamedTuple):
         return self.kind, self.power, self.reduced is not None
 
 
-TOTAL, SHARE, MEAN, DERIVATIVE, RATIO = "total", "share", "mean", "derivative", "ratio"
+TOTAL, SHARE, MEAN, RATIO = "total", "share", "mean", "ratio"
 #: What sums over the replicas, and quotients by R, are followed for.
-LINEAR = (TOTAL, SHARE, MEAN, DERIVATIVE)
+LINEAR = (TOTAL, SHARE, MEAN)
 
 
 class Fact(NamedTuple):
@@ -171,7 +170,7 @@ def join(a: Fact, b: Fact) -> Fact:
     for zeros, other in ((a, b), (b, a)):
         if zeros.number == 0 and not zeros.tags and other.number is None:
             # An accumulator at its start, an update that is skipped.
-            is_kept = other.reduced or other.is_kind(SHARE, MEAN, DERIVATIVE)
+            is_kept = other.reduced or other.is_kind(SHARE, MEAN)
             return other.only("grad", *(["scale"] if is_kept else []))
     number = a.number if a.number == b.number else None
     out = Fact(a.differs or b.differs, number, a.tags & b.tags)
@@ -320,7 +319,7 @@ def _of_cotangents(ins: Sequence[Fact]) -> Fact:
     parts = [x for x in ins if x.find("grad")]
     out = unknown(ins)
     scale = common_scale(parts)
-    kept = scale if scale is not None and scale.kind in (SHARE, MEAN, DERIVATIVE) else None
+    kept = scale if scale is not None and scale.kind in (SHARE, MEAN) else None
     return out.having(grad=parts[0].find("grad"), scale=kept) if parts else out
 
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from distjax._src.context import Finding, reason_in
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint.facts import (
-    DERIVATIVE,
     EQUAL_BATCH,
     MEAN,
     RATIO,
@@ -120,8 +119,8 @@ def find_summed(
     scale = x.scale
     if scale is None:
         return
-    if x.differs and scale.kind in (MEAN, DERIVATIVE):
-        find_times_r(walk, scale._replace(kind=MEAN, reduced=site), by)
+    if x.differs and scale.kind == MEAN:
+        find_times_r(walk, scale._replace(reduced=site), by)
     elif not x.differs and scale.reduced and (x.find("grad") or not only_gradients):
         kind = scale.kind if scale.kind in _NAMES else "summed"
         find_times_r(walk, Scale(kind, 1, scale.reduced, site), by)
@@ -153,18 +152,6 @@ def find_times_r(walk: FactWalk, scale: Scale, by: Variable | str | None) -> Non
             got=f"its sum, {use}",
             why="the sum of R means is R times the mean: the step learns at R times the rate",
             fix=fix,
-        )
-    elif kind == DERIVATIVE:
-        find(
-            walk,
-            "the gradient of a sum averaged",
-            [site, inner],
-            needs="a mean over each replica's batch needs no sum over the replicas before its "
-            "gradient",
-            got=f"the mean of gradients of its sum, {use}",
-            why="the derivative of all_reduce('sum', ...) is a sum as well: each gradient is R "
-            "times its own part, and the step learns at R times the rate",
-            fix="grads = ctx.all_reduce('mean', jax.grad(loss)(params)), of the local mean",
         )
     else:
         find(
@@ -270,8 +257,6 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     find_ratio(walk, site, x)
     if op == "SUM":
         find_summed(walk, site, x, _OPTIMIZER.format("sum"))
-    elif x.differs and x.is_kind(DERIVATIVE):
-        find_times_r(walk, x.scale._replace(reduced=site), _OPTIMIZER.format("mean"))
     elif x.differs and x.is_kind(SHARE):
         find_averaged_share(walk, site, x.scale.made)
     if not x.differs and grad and not x.reduced:

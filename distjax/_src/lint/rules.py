@@ -6,7 +6,7 @@ Tags; most hold the site where they originated:
 - `grad` (part of a backward pass; of an equal value: a sum or mean of gradients), `component` (of a
   variable), `base` (the argument or variable that it updates), `random` (bits from an equal key);
 - of numbers: `divisor` (the number that a constant was divided by), `over_R` (a constant over the
-  number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too).
+  number of replicas).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TypeAlias
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint import findings
 from distjax._src.lint.facts import (
-    DERIVATIVE,
     DIFFERS,
     EQUAL,
     LINEAR,
@@ -51,7 +50,7 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the sum of `x` over the replicas."""
     site = walk.site(eqn)
     if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        return _summed_in_derivative(walk, site, x)
+        return _summed_in_derivative(walk, x)
     walk.combines = True
     variable = findings.written_variable(walk, site)
     if variable is not None:
@@ -86,12 +85,10 @@ def _is_gradient(walk: FactWalk, x: Fact) -> bool:
     return is_gradient
 
 
-def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
+def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
     """Returns the fact of a cotangent summed over the replicas."""
     if x.number is not None:  # of a mean over the replicas, the sum makes 1 of 1/R again
-        out = Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
-        is_loss = x.number == 1.0 and not x.find("over_R")  # a factor may be meant for R
-        return out.having(repeated=site) if is_loss else out
+        return Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
     scale = x.scale if x.is_kind(MEAN, SHARE) else None
     if not x.differs and scale is not None and scale.kind == SHARE:  # R equal shares
         scale = Scale(MEAN, 1, scale.made)
@@ -106,8 +103,6 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     averaged = rest.having(scale=Scale("averaged", 0, site, site))
     if scale.kind == SHARE:
         findings.find_averaged_share(walk, site, scale.made)
-    elif scale.kind == DERIVATIVE and scale.power == 2:
-        return rest.having(scale=scale._replace(power=1, reduced=site))
     elif scale.power > 0 and findings.written_variable(walk, site) is not None:
         return x  # a variable's mean of R equal values
     elif scale.rows[0] == walk.num_replicas:  # it may be a local batch of R examples
@@ -127,8 +122,6 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact)
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
-        if x.differs and x.is_kind(DERIVATIVE):
-            findings.find_times_r(walk, x.scale._replace(reduced=site), variable)
         return x._replace(differs=False) if x.is_kind(SHARE) and x.differs else _as_written(x)
     findings.find_summed(walk, site, x, variable, only_gradients=True)
     return EQUAL
@@ -215,7 +208,7 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
         is_rate = eqn.primitive.name == "mul" and x.reduced and x.is_kind(SHARE)
         return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
-        return x if x.is_kind(MEAN, DERIVATIVE) or _is_r_times(x) else _of_unknown_size(x)
+        return x if x.is_kind(MEAN) or _is_r_times(x) else _of_unknown_size(x)
     if is_named:
         return _of_unknown_size(x)
     return x.without("base") if factor == 0 else x
@@ -360,7 +353,7 @@ def _sum_of_cotangents(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a sum over two paths from a value to the loss."""
     out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
     broken = next((x.scale for x in (a, b) if x.differs and x.is_kind(RATIO)), None)
-    mean = next((x.scale for x in (a, b) if x.is_kind(MEAN, DERIVATIVE)), None)
+    mean = next((x.scale for x in (a, b) if x.is_kind(MEAN)), None)
     is_mean = mean and not (a.is_kind(SHARE) or b.is_kind(SHARE))
     # Else the other path has some unknown factor.
     return out.having(scale=broken or mean) if broken or is_mean else out
@@ -467,7 +460,6 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
 def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
-    repeated, x = x.find("repeated"), x._replace(tags=x.without("repeated").tags)
     number, is_mean = x.find("divisor") or (None, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
@@ -482,8 +474,6 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
         is_divided = is_divided or not is_plain_mean
     x = x.having(grad=seed)
     if is_local and (is_weighted or is_plain_mean) and not is_divided:
-        if repeated and is_weighted and is_close(weight, walk.num_replicas):
-            return x.having(scale=Scale(DERIVATIVE, 2, repeated))
         return x.having(scale=Scale(MEAN, 1, seed))
     if is_local and is_plain and is_close(x.number, 1.0) and count in walk.leading:
         return x.having(scale=Scale(TOTAL, 0, seed, rows=(count, 1)))

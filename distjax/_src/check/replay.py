@@ -313,7 +313,7 @@ def _behind(
         last = pending[-1]
         eqn = jax_compat.equation_of(last)
         before = [] if eqn is None else list(eqn.in_tracers)
-        missing = [x for x in before if not (is_known(last) or is_known(x))]
+        missing = [] if is_known(last) else [x for x in before if not is_known(x)]
         if missing:
             pending += missing
             continue

@@ -117,7 +117,7 @@ def _line_of(where: Break | None, fix: Fix | None) -> tuple[str, list[str]]:
         lines.append(
             "it adds a value that is equal on all replicas to each replica's own share of "
             "a sum, which counts it R times"
-            if where.term_edit == "divided"
+            if where.term.edit == "divided"
             else "it adds values of which one is R times as large as the other, beside those of "
             "one replica: a mean of each replica's rows, and a share of the whole batch's"
         )

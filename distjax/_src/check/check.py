@@ -44,7 +44,7 @@ from distjax._src.diagnostics.explain_step import (
     require_outside_traces,
     with_object,
 )
-from distjax._src.lint.facts import EQUAL_BATCH
+from distjax._src.lint.findings import UNSEEN
 from distjax._src.pmap import MappedFunction
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
@@ -59,18 +59,6 @@ from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
-
-#: What `lint` finds that running does not show.
-UNSEEN = frozenset(
-    (
-        EQUAL_BATCH,
-        STATE,
-        "each replica trains on its own",
-        "padded examples counted",
-        "replica 0's initial value wins",
-        "the same random numbers on every replica",
-    )
-)
 
 
 def check(

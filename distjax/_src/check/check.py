@@ -366,25 +366,30 @@ class _Check:
         self, different: Sequence[Difference], change: Change | None = None
     ) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
-        wrong = self._not_by_rounding(different, change)
-        wrong = self._not_by_order(wrong, change)
+        wrong = self._not_by_order(self._not_by_rounding(different, change), change)
         if not wrong:
             return []
+        several, locator = self._keep_values(change)
+        before = self._differences(several, self._plain(change))
+        keys = {d.key for d in wrong}
+        wrong = [d for d in before if d.key in keys and not self._excuse(d)]
+        mistakes = _mistakes_of(self._not_by_constants(wrong, several, change), locator)
+        for mistake in mistakes:
+            mistake.fix = self._find_fix(mistake, {d.key for d in before}, change, locator)
+        return self._tell(mistakes, is_redrawn=change is not None)
+
+    def _keep_values(self, change: Change | None) -> tuple[Run, Locator]:
+        """Runs the step both ways with all values kept.
+
+        Returns the run of R replicas, and what finds where its values are no longer those of one.
+        """
         traced = TracedStep(self._trial, self._options_alone(keeps=True))
         disturbed = [node.value for node in traced.run(self._disturb(change)).recording.nodes]
         alone = traced.run(change)
         several = TracedStep(self._trial, self._options(keeps=True)).run(change)
-        keys = {d.key for d in wrong}
-        wrong = [d for d in self._compare(several, alone) if d.key in keys and not self._excuse(d)]
-        wrong = self._not_by_constants(wrong, several, change)
         nodes = several.recording.nodes, alone.recording.nodes
         written = {key: value.node for key, value in several.values.items()}
-        locator = Locator(*nodes, disturbed, self._count, written)
-        mistakes = _mistakes_of(wrong, locator)
-        before = self._differences(several, self._plain(change))
-        for mistake in mistakes:
-            mistake.fix = self._find_fix(mistake, {d.key for d in before}, change, locator)
-        return self._tell(mistakes, is_redrawn=change is not None)
+        return several, Locator(*nodes, disturbed, self._count, written)
 
     def _tell(self, mistakes: Sequence[_Mistake], *, is_redrawn: bool) -> list[Finding]:
         """Returns a finding for each mistake, but for what comes of another one."""

@@ -377,8 +377,8 @@ def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     tensors = [x for x in ins if x.number is None]
     if len(tensors) == 1:
         [x] = tensors
-        is_count = not x.differs or x.is_kind(TOTAL, RATIO)
-        return [x._replace(number=None) if is_count else x.without("scale")]
+        is_kept = not x.differs or x.is_kind(TOTAL, RATIO) and not x.find("grad")  # as a count is
+        return [x._replace(number=None) if is_kept else x.without("scale")]
     return elementwise(walk, eqn, ins)
 
 
@@ -495,8 +495,8 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     if x.find("grad"):
         is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
         return [x.only(*KEPT).having(scale=total if is_by_example else x.scale)]
-    if x.scale is not None:  # its rows have been summed
-        return [DIFFERS.having(scale=x.scale)]
+    if x.scale is not None:  # its rows have been summed: these are others
+        return [DIFFERS.having(scale=x.scale._replace(rows=(0, 0)))]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
     is_of_rows = 0 in axes or not shape_of(eqn.outvars[0])
     return [DIFFERS.having(scale=total) if is_of_rows and walk.may_be_batch(summed) else DIFFERS]

@@ -162,8 +162,9 @@ on_lone_value = Event()
 #: ``told(run)``: a replica function has been traced and emitted, a `replica.run.TracedRun`.
 on_traced = Event()
 
-#: ``told(run, facts)``: the layer `lint` has examined a `TracedRun`: what it knows of each value.
-on_examined = Event()
+#: ``told(run, why)``: the layer `lint` has found why each result of a `TracedRun` is equal, or
+#: differs: (its path, whether it may differ, why).
+on_proved = Event()
 
 #: ``told(reads, writes, results, described)``: a whole step was traced: its variables, for each
 #: array result its path and whether it may differ, and what each function of `describe` returned.

@@ -406,7 +406,7 @@ def test_a_module_fits_a_screen():
     assert any(row.startswith("18 all-reduce") for row in rows)
     reasons = dict(row.split(" T ") for row in rows if " T " in row)
     norm = "Model.blocks.*.norm"
-    assert {"['loss']", f"{norm}.mean (4) and 1 more"} == {*reasons}
+    assert {"['loss']", f"{norm}.mean (4)", f"{norm}.var (4)"} == {*reasons}
     assert reasons["['loss']"].startswith("x -> ... -> test_explain.py:")
     assert not any("[2][" in path for run in found.runs for path, *_ in run.why)
     page = found._repr_html_()

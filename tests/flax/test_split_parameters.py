@@ -303,6 +303,11 @@ def test_what_must_not_be_done_with_shards_is_found(change):
         check_step(change)
 
 
+def test_a_clip_by_the_norm_of_a_shard_breaks_a_rule():
+    with pytest.raises(CheckError, match="warning: clipped before the reduction"):
+        check_step(clipped, rules_only=True)
+
+
 WHOLE_NORM = pytest.param(
     clipped_by_the_whole_norm,
     marks=pytest.mark.xfail(strict=True, reason="one replica's shard is not the whole"),

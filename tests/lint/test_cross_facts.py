@@ -126,14 +126,11 @@ def test_the_lines_and_the_cure_are_those_of_the_merge(two):
     def merge(strategy, grads):
         return strategy.reduce("mean", grads)  # the mean
 
-    def step(w, x):
-        share = lambda w: dj.losses.average_loss(errors_of(w, x))
-        return merged(merge, jax.grad(share)(w))  # the gradient in the step
-
+    step = lambda w, x: merged(merge, jnp.clip(gradient(w, x), -1, 1))  # the clip in the step
     [finding] = findings(step, weights(), inputs(two), strategy=two, rules_only=True)
     assert finding.source.split(" ")[0] == line_of(__file__, "the mean")
-    assert "a loss divided by the global batch needs the sum over the replicas" in finding.text
-    assert "Fix: strategy.reduce('sum', share), before an optimizer" in finding.text
+    assert line_of(__file__, "the clip in the step") in finding.text
+    assert "Fix: grads = strategy.reduce('mean', grads), then clip or update" in finding.text
 
 
 def test_a_block_in_the_merge_is_meant(two):

@@ -309,11 +309,11 @@ def findings(step, *args, strategy):
 
 def test_both_lines_are_named(two):
     def step(w, x):
-        share = jnp.sum(errors_of(w, x)) / jnp.sum(x[:, 0] > -9)  # the quotient
-        return mean(share)
+        grads = jnp.clip(gradient(w, x), -1, 1)  # the clip
+        return w - 0.1 * mean(grads)
 
     [finding] = findings(step, weights(), inputs(two), strategy=two)
-    assert line_of(__file__, "the quotient") in finding.text
+    assert line_of(__file__, "the clip") in finding.text
     assert finding.text.count(".py:") == 2
 
 
@@ -331,9 +331,9 @@ def test_one_line_for_each_call_of_a_cached_function(two):
 
 def test_a_block_in_the_step_is_meant(two):
     def step(w, x):
-        with dj.expect("a larger rate, as in the paper"):
-            grads = total(gradient(w, x))
-        return w - 0.1 * grads
+        with dj.expect("clipped by replica, as in the paper"):
+            grads = jnp.clip(gradient(w, x), -1, 1)
+        return w - 0.1 * mean(grads)
 
     args = weights(), inputs(two)
     with warnings.catch_warnings():
@@ -341,7 +341,7 @@ def test_a_block_in_the_step_is_meant(two):
         two.run(step, args=args)
     dj.check(step, *args, strategy=two, rules_only=True)
     [finding] = dj.explain(step, *args, strategy=two).findings
-    assert finding.expected == "a larger rate, as in the paper"
+    assert finding.expected == "clipped by replica, as in the paper"
 
 
 def test_why_a_callback_is_taken_to_be_equal(two):
@@ -416,6 +416,23 @@ def test_state_that_is_meant_to_differ_is_wrapped_as_the_text_says(two):
 )
 def test_the_largest_parts_that_differ_as_a_whole_are_named(differing, equal, named):
     assert expected_state_fix(differing, equal).endswith(f"dj.expect(reason, differs={named}")
+
+
+def test_parameters_averaged_after_adam_are_told_of_its_normalization(two):
+    tx = optax.adam(0.1)
+
+    def step(w, x):
+        updates, _ = tx.update(gradient(w, x), tx.init(w), w)
+        return mean(optax.apply_updates(w, updates))
+
+    with pytest.warns(ReductionWarning) as warned:
+        two.run(step, args=(weights(), inputs(two)))
+    text = str(warned[0].message)
+    assert text.startswith(
+        "a reduction over the replicas needs gradients as they are, to clip or normalize afterwards"
+    )
+    assert "Got: a reduction of clipped or normalized gradients (Adam's updates are), at " in text
+    assert "all_reduce('mean', grads), then clip or update; in an optax chain" in text
 
 
 def test_a_read_mask_is_enough(two):

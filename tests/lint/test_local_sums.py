@@ -1,19 +1,26 @@
-"""What is computed of one replica's sums and may be meant is silent in a plain run."""
+"""What is not linear in one replica's sums is told of where it is reduced, in a plain run."""
+
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 import distjax as dj
-from distjax.errors import ReductionWarning
+from distjax.errors import LocalityWarning, ReductionWarning
 from tests.wrong_programs.program import MEAN, ON_READ, ctx, mean, require_silence, total
 
 R, ROWS, SIZE = 2, 6, 5
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(R * ROWS, SIZE)).astype(np.float32)
 MASK = (np.arange(R * ROWS) % 5 > 0).astype(np.float32)
+FUNCTION = "a function of one replica's sums"
+SIZE_OF = "a size of gradients"
+EXTREME = "each replica's own largest or smallest"
+RETURNED = "which is returned"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,24 @@ def loss_of(w, x):
     return errors(w, x).mean()
 
 
+def dice(x, w, reduce):
+    hits, there = reduce((jax.nn.sigmoid(x @ w).sum(), jnp.sum(x[:, 0] > 0)))
+    return 1 - (2 * hits + 1) / (hits + there + 1)
+
+
+def decorrelated(x, w, reduce):
+    z = x * w
+    return jnp.sum((reduce(z.T @ z / len(z)) - 1) ** 2)
+
+
+def trained(loss):
+    return lambda right: (
+        lambda w, x, mask: (
+            w - 0.1 * mean(jax.grad(lambda w: loss(x, w, mean if right else lambda x: x))(w))
+        )
+    )
+
+
 def kept_component(right):
     """An accuracy of each replica's own rows, whose mean over the replicas is read."""
     variable = []
@@ -47,6 +72,66 @@ def kept_component(right):
 
     step.variable = variable
     return step
+
+
+#: What a plain run says -> the step, wrong or right.
+STEPS = {
+    "perplexity": (
+        FUNCTION,
+        lambda right: (
+            lambda w, x, mask: (
+                jnp.exp(mean(loss_of(w, x))) if right else mean(jnp.exp(loss_of(w, x)))
+            )
+        ),
+    ),
+    "dice": (FUNCTION, trained(dice)),
+    "decorrelated": (FUNCTION, trained(decorrelated)),
+    "deviation": (
+        FUNCTION,
+        lambda right: (
+            lambda w, x, mask: jnp.sqrt(mean((x**2).mean(0))) if right else mean(x.std(0))
+        ),
+    ),
+    "norm": (
+        SIZE_OF,
+        lambda right: (
+            lambda w, x, mask: (
+                optax.tree.norm(mean(jax.grad(loss_of)(w, x)))
+                if right
+                else mean(optax.tree.norm(jax.grad(loss_of)(w, x)))
+            )
+        ),
+    ),
+    "largest": (
+        EXTREME,
+        lambda right: (
+            lambda w, x, mask: lax.pmax(jnp.max(x), "replica") if right else mean(jnp.max(x))
+        ),
+    ),
+    "sum_of_means": (
+        RETURNED,
+        lambda right: lambda w, x, mask: (mean if right else total)(loss_of(w, x)),
+    ),
+    "sum_over_the_local_size": (
+        RETURNED,
+        lambda right: lambda w, x, mask: total(errors(w, x).sum()) / len(X if right else x),
+    ),
+    "product": (
+        "updates equal state",
+        lambda right: (
+            lambda w, x, mask: w - 0.1 * (mean if right else total)(x.T @ (x @ w - 1) / len(x))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_function_of_local_sums(two, name):
+    told, make = STEPS[name]
+    with pytest.warns(ReductionWarning, match=told) as caught:
+        two.run(make(False), args=(weights(), *batch(two)))
+    assert "Why: " in str(caught[0].message) and "Fix: " in str(caught[0].message)
+    require_silence(two, make(True), weights(), *batch(two))
 
 
 def test_a_component_that_is_a_quotient(two):
@@ -73,16 +158,6 @@ def contrasted(w, x, mask):
     return w - 0.1 * mean(
         jax.grad(lambda w: -jnp.diag(jax.nn.log_softmax((x * w) @ x.T)).mean())(w)
     ), mean(logits.mean())
-
-
-def perplexity(w, x, mask):
-    """What is not linear in local sums is for `dj.check`."""
-    return mean(jnp.exp(loss_of(w, x))), total(loss_of(w, x)), mean(jnp.max(x))
-
-
-def clipped_gradient(w, x, mask):
-    grads = jax.grad(loss_of)(w, x)
-    return w - 0.1 * total(jnp.clip(grads, -0.1, 0.1)), mean(jnp.linalg.norm(grads))
 
 
 def signs(w, x, mask):
@@ -125,8 +200,6 @@ def loss_per_row(w, x, mask):
     [
         normalized,
         contrasted,
-        perplexity,
-        clipped_gradient,
         signs,
         clipped_rows,
         decay_over_the_replicas,
@@ -137,3 +210,20 @@ def loss_per_row(w, x, mask):
 )
 def test_what_may_be_meant_is_silent(two, step):
     require_silence(two, step, weights(), *batch(two))
+
+
+def test_values_of_a_replica_that_are_no_batch(two):
+    """A chain has sums, too: only of a batch it is known which axis holds rows."""
+    chain = two.per_replica(jnp.asarray(X[:R]))
+    accepted = lambda x: mean(jnp.minimum(1.0, jnp.exp(-jnp.sum(x**2))))
+    require_silence(two, accepted, chain)
+
+
+def test_explain_tells_how_a_result_depends_on_the_number_of_replicas(two):
+    step = lambda w, x, mask: (jnp.exp(loss_of(w, x)), loss_of(w, x), errors(w, x).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalityWarning)
+        told = str(dj.explain(step, weights(), *batch(two), strategy=two))
+    assert "not linear: neither sum nor mean is what one replica computes" in told
+    assert "R times too large: their mean is what one replica computes" in told
+    assert "a share: their sum is what one replica computes" in told

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import distjax as dj
+from distjax.errors import ReductionWarning
+from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
     BATCH,
     ctx,
@@ -189,3 +191,29 @@ def test_the_right_factor_gives_the_mean_gradient(build):
     w, x = weights(), inputs(s)
     expected = w - 0.1 * gradient(w, x.stacked.reshape(-1, x.stacked.shape[-1]))
     np.testing.assert_allclose(s.run(build(s), args=(w, x)), expected, rtol=1e-5)
+
+
+def test_the_text_names_the_sum_and_the_mean():
+    s = dj.VirtualStrategy(4)
+
+    def step(w, x):
+        loss = lambda w: total(loss_of(w, x))  # the sum
+        grads = jax.grad(loss)(w)
+        grads = ctx().all_reduce("mean", grads)  # the mean
+        return w - 0.1 * grads
+
+    with pytest.warns(ReductionWarning) as caught:
+        s.run(step, args=(weights(), inputs(s)))
+    [warning] = caught
+    name = step.__qualname__
+    text = str(warning.message).replace(name, "step")
+    assert text.startswith(
+        "a mean over each replica's batch needs no sum over the replicas before its gradient.\n"
+        "  Got: the mean of gradients of its sum, which updates equal state, at "
+        f"{line_of(__file__, 'the mean')} (step), from a value made at "
+    )
+    assert text.endswith(
+        "  Why: the derivative of all_reduce('sum', ...) is a sum as well: each gradient is R "
+        "times its own part, and the step learns at R times the rate.\n"
+        "  Fix: grads = ctx.all_reduce('mean', jax.grad(loss)(params)), of the local mean"
+    )

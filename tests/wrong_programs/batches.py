@@ -18,7 +18,7 @@ from tests.wrong_programs.program import (
     weights,
 )
 
-MEANS = "a sum of local means"
+MEANS, CURVED = "a sum of local means", "a function of local means averaged"
 LEGAL_SUM = "a larger rate may be meant"
 
 

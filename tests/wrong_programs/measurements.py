@@ -25,7 +25,7 @@ from tests.wrong_programs.program import (
     weights,
 )
 
-COUNTS = "averaged over local counts"
+COUNTS, CURVED = "averaged over local counts", "a function of local means averaged"
 VARIANCE, ALONE = "local variances averaged", "one replica's part alone"
 COUNTED, PADDED = "a total counted by every replica", "padded examples counted"
 EQUAL_COUNTS = "where all counts are equal it is right"

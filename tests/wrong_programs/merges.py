@@ -26,7 +26,9 @@ from tests.wrong_programs.program import (
 from tests.wrong_programs.variables import variable
 
 MEANS, TWICE, SHARE = "a sum of local means", "summed twice", "a share averaged"
-COUNTS, LEGAL_SUM = "averaged over local counts", "a larger rate may be meant"
+CLIPPED, COUNTS = "clipped before the reduction", "averaged over local counts"
+CURVED = "a function of local means averaged"
+LEGAL_SUM, MAY = "a larger rate may be meant", "a mean of local values may be meant"
 
 
 def merged(function, *args):
@@ -73,7 +75,7 @@ def merge_that_averages_shares(s, right):
     return _update(s, lambda w, x: merged(merge, jax.grad(share)(w, x)))
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, CLIPPED, "replicas may clip on purpose", more=True)
 def merge_that_clips_too_early(s, right):
     clip = lambda grads: jnp.clip(grads, -0.1, 0.1)
 

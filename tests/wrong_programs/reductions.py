@@ -24,8 +24,13 @@ from tests.wrong_programs.program import (
 )
 
 MEANS, TWICE = "a sum of local means", "summed twice"
-SHARE = "a share averaged"
+SHARE, CLIPPED, NORM = (
+    "a share averaged",
+    "clipped before the reduction",
+    "the norm of local gradients",
+)
 SHARED_KEY = "the same random numbers on every replica"
+SUMMED_LOSS = "the gradient of a sum averaged"
 LEGAL_SUM = "a larger rate may be meant"
 
 
@@ -79,7 +84,7 @@ def one_key_for_dropout(s, right):
     return Case(step, (weights(), jax.random.key(0), inputs(s)), first_argument)
 
 
-@program(SILENT, "", RUN)
+@program(WARNING, CLIPPED, "replicas may clip on purpose")
 def clip_before_the_mean(s, right):
     def clip(grads):
         return grads * jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(grads**2)))
@@ -89,7 +94,7 @@ def clip_before_the_mean(s, right):
     )
 
 
-@program(SILENT, "", RUN)
+@program(WARNING, CLIPPED, "replicas may clip on purpose")
 def clip_before_the_reduction_in_a_chain(s, right):
     links = [dj.optim.reduce_gradients("mean"), optax.clip_by_global_norm(0.5)]
     tx = optax.chain(*(links if right else links[::-1]), optax.sgd(0.1))
@@ -249,7 +254,7 @@ def pmean_over_the_replicas(s, right):
     return _update(s, reduced)
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, CLIPPED, "replicas may clip on purpose", more=True)
 def clip_by_value_before_the_mean(s, right):
     clip = lambda grads: jnp.clip(grads, -0.1, 0.1)
     return _update(
@@ -257,7 +262,7 @@ def clip_by_value_before_the_mean(s, right):
     )
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, CLIPPED, "replicas may clip on purpose", more=True)
 def clip_of_optax_before_the_mean(s, right):
     def clip(grads):
         tx = optax.clip_by_global_norm(0.5)
@@ -268,7 +273,7 @@ def clip_of_optax_before_the_mean(s, right):
     )
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, CLIPPED, "replicas may do it on purpose", more=True)
 def gradients_normalized_before_the_mean(s, right):
     unit = lambda grads: grads / (jnp.linalg.norm(grads) + 1e-6)
     return _update(
@@ -342,7 +347,7 @@ def sum_of_means_with_a_penalty(s, right):
     return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(loss)(w, x)))
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
 def mean_of_gradients_of_a_summed_mean(s, right):
     op = "mean" if right else "sum"
     loss = lambda w, x: ctx().all_reduce(op, loss_of(w, x))

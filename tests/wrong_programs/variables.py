@@ -29,6 +29,7 @@ from tests.wrong_programs.program import (
 )
 
 MEANS, TWICE, SHARE = "a sum of local means", "summed twice", "a share averaged"
+SUMMED_LOSS = "the gradient of a sum averaged"
 APART = "each replica trains on its own"
 LEGAL_SUM = "a larger rate may be meant"
 
@@ -194,17 +195,17 @@ def _gradient_of_all(op):
     return lambda w, x: jax.grad(loss)(w, x)
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
 def summed_mean_and_an_optimizer(s, right):
     return _optimized(s, "mean", _gradient_of_all("mean" if right else "sum"))
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
 def summed_mean_and_a_variable_that_averages(s, right):
     return _written(s, variable(s, MEAN), _gradient_of_all("mean" if right else "sum"))
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
 def summed_mean_and_a_new_value_that_is_averaged(s, right):
     return _updated(s, variable(s, MEAN), _gradient_of_all("mean" if right else "sum"))
 
@@ -227,7 +228,7 @@ def mean_loss_into_an_optimizer_that_sums(s, right):
     return _optimized(s, op, grads)
 
 
-@program(SILENT, "", RUN, more=True)
+@program(WARNING, "clipped before the reduction", "replicas may clip on purpose", more=True)
 def clipped_into_an_optimizer(s, right):
     clip = lambda g: g if right else jnp.clip(g, -0.1, 0.1)
     return _optimized(s, "mean", lambda w, x: clip(gradient(w, x)))

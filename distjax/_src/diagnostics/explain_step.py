@@ -31,10 +31,8 @@ from distjax._src.diagnostics.explanation import (
     RunProof,
     VariableUse,
 )
-from distjax._src.diagnostics.reasons import reasons_of
 from distjax._src.lint import layer
 from distjax._src.lint.between_runs import is_own, recall
-from distjax._src.lint.facts import Fact
 from distjax._src.objects.stateful import written_names
 from distjax._src.placement import PerReplica, Topology, is_per_replica
 from distjax._src.placement import topology as kinds
@@ -345,7 +343,7 @@ class Notes:
         """Returns a context in which this hears what is traced."""
         return hooks.listening(
             (hooks.on_program, self.on_program),
-            (hooks.on_examined, self.on_examined),
+            (hooks.on_proved, self.on_proved),
             (hooks.on_segment, self.on_segment),
             (hooks.in_merge, self.in_merge),
             (hooks.on_reduced, self.on_reduced),
@@ -367,13 +365,12 @@ class Notes:
             results = [(path, x or y) for (path, x), y in zip(results, differ, strict=False)]
         self.reads, self.writes, self.results = reads, writes, _letters(_with_names(results))
 
-    def on_examined(self, run: TracedRun, facts: Mapping[Any, Fact]) -> None:
+    def on_proved(self, run: TracedRun, why: Sequence[tuple[str, bool, str]]) -> None:
         """Records what was proved about one replica function."""
         given, line, count = run.given, self._calling_line(), run.topology.num_replicas
         if run.topology.model_axes and run.topology.mesh is not None:
             self.axis_sizes = dict(run.topology.mesh.shape)
-        why = _with_names(reasons_of(run, facts))
-        reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
+        reasons = tuple((p, "T" if varying else "M", text) for p, varying, text in _with_names(why))
         args = _letters([(p, x.varying) for p, x in zip(given.paths, given.values, strict=True)])
         paths = run.traced.result.paths
         proofs = [(path, x.varying) for path, x in zip(paths, run.results, strict=True)]

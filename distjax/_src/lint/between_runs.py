@@ -23,13 +23,13 @@ from distjax._src.context import (
     without_expectations,
 )
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact
-from distjax._src.lint.findings import listed, state_text
+from distjax._src.lint.findings import ALONE, expected_state_fix, state_why
 from distjax._src.placement import PerReplica
 from distjax._src.replica.arguments import PartitionedTree, is_array, user_path
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line
 from distjax._src.variables.conversion import is_number
-from distjax.errors import LocalityWarning
+from distjax.errors import LocalityWarning, message
 
 #: What is known of live arrays of a single replica, by identity.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
@@ -127,7 +127,7 @@ class Feedback:
         meant: dict[int, tuple[Any, str]] = {}
         args, kwargs = without_expectations(tuple(args), kwargs, meant)
         found: dict[str | None, list[tuple[str, str]]] = {}
-        others, is_alone = list[str](), True
+        others, why = list[str](), ALONE
         for path, leaf in _leaves((args, kwargs)):
             came_back, name = self._result_path(path, leaf), user_path(path, self._names)
             if came_back is None:
@@ -135,12 +135,9 @@ class Feedback:
                 continue
             _, reason = meant.get(id(_array_of(leaf)), (None, self._meant.get(path)))
             found.setdefault(reason, []).append((name, came_back))
-            is_alone = is_alone and not isinstance(leaf, PerReplica)
+            why = "" if isinstance(leaf, PerReplica) else why
         for reason, pairs in found.items():
-            shown = listed([f"{argument} (which is {result})" for argument, result in pairs])
-            got = f"in its second call values that differ per replica at {shown}"
-            differing = [argument for argument, _ in pairs]
-            text = state_text(self._name, got, differing, others, is_alone=is_alone)
+            text = self._text(pairs, others, why)
             report(Finding("warning", STATE, text, calling_line(), reason), LocalityWarning)
 
     def _result_path(self, path: str, leaf: PyTree) -> str | None:
@@ -151,6 +148,17 @@ class Feedback:
         result, reference = self._returned.get(id(array), ("", lambda: None))
         is_same = reference() is array and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return (f"its result{result}" if result else "its result") if is_same else None
+
+    def _text(self, pairs: Sequence[tuple[str, str]], others: Sequence[str], why: str) -> str:
+        shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
+        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        differing = [argument for argument, _ in pairs]
+        return message(
+            f"{self._name} takes state that is equal on every replica and needs to return it equal",
+            got=f"in its second call values that differ per replica at {shown}{more}",
+            why=why + state_why(differing),
+            fix=expected_state_fix(differing, others),
+        )
 
 
 def _array_of(value: PyTree) -> Any:

@@ -19,7 +19,15 @@ from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
-from distjax._src.lint.findings import FIRST_VALUE, PADDED, listed, state_text
+from distjax._src.lint.findings import (
+    ALONE,
+    FIRST_VALUE,
+    PADDED,
+    STATE_FIX,
+    STATE_WHY,
+    expected_state_fix,
+    state_why,
+)
 from distjax._src.lint.rules import RULES
 from distjax._src.placement import Topology
 from distjax._src.replica.arguments import (
@@ -64,7 +72,12 @@ def examine(
     ins = [_of_argument(i, argument) for i, argument in enumerate(given.values)]
     args = as_if_several(given.values, ins)
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
-    walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
+    sizes = frozenset(
+        x.array.shape[1]
+        for x, fact in zip(args, ins, strict=True)
+        if fact.find("batch") and x.array.ndim > 1 and x.array.shape[1] > 1
+    )
+    walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading, sizes)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
     env = walk.values(jaxpr, ins)
@@ -74,7 +87,9 @@ def examine(
         if variable.policy.stacked and variable.trainable and final.find("grad"):
             findings.find_local_training(walk, variable, final.find("grad"))
         elif variable.policy.stacked and variable.aggregation.name in ("SUM", "MEAN"):
-            findings.find_ratio(walk, None, final)
+            findings.find_unreducible(walk, None, final)
+    for fact in of_user:
+        findings.find_returned(walk, fact)
     # Flax metrics are arguments, and are combined after the step.
     updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
@@ -88,8 +103,9 @@ def examine(
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
     known = recall(value.array) or EQUAL
-    is_own = value.varying or known.differs
-    return DIFFERS if is_own else EQUAL.having(base=f"argument {index}")
+    if value.varying or known.differs:
+        return DIFFERS.having(batch=known.find("batch"))
+    return EQUAL.having(base=f"argument {index}")
 
 
 def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:
@@ -209,12 +225,15 @@ def report_lone_updates(
         same = before.shape == out.array.shape[1:] and before.dtype == out.array.dtype
         if not same or not jnp.issubdtype(before.dtype, jnp.inexact):
             continue
-        others = [user_path(p, names) for i, p in enumerate(partitioned.paths) if i != index]
-        argument = user_path(partitioned.paths[index], names)
-        got = f"as {'its result' + path} an update of {argument} that differs per replica"
-        text = state_text(name, got, [argument], others)
+        argument, source = user_path(partitioned.paths[index], names), calling_line()
+        text = message(
+            f"{name} takes state that is equal on every replica and needs to return it equal",
+            got=f"as {'its result' + path} an update of {argument} that differs per replica",
+            why=STATE_WHY,
+            fix=STATE_FIX,
+        )
         _, reason = expectations.get(id(before), (None, None))
-        report(Finding("note", STATE, text, calling_line(), reason))
+        report(Finding("note", STATE, text, source, reason))
 
 
 # -- trees of state --------------------------------------------------------------
@@ -372,13 +391,13 @@ def _report(
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
     named = strict or paths
     others = [*others, *(p for p in paths if p not in named)]
-    text = state_text(
-        function_name(fn),
-        f"values that differ per replica at {listed(named)}",
-        named,
-        others,
-        of_gradients=of_gradients,
-        is_alone=is_alone,
+    text = message(
+        f"{function_name(fn)} takes state that is equal on every replica and needs to return it "
+        "equal",
+        got=f"values that differ per replica at {', '.join(named[:8])}"
+        + (f" and {len(named) - 8} more" if len(named) > 8 else ""),
+        why=(ALONE if is_alone else "") + state_why(named, of_gradients),
+        fix=expected_state_fix(named, others, of_gradients),
     )
     is_error = strict and not is_alone
     level, kind = ("error", LocalityError) if is_error else ("warning", LocalityWarning)

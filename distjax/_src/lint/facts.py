@@ -74,9 +74,10 @@ class Scale(NamedTuple):
 
     Attributes:
       kind: how it came to be. Of values that differ, and of their sums: TOTAL (a sum over rows),
-        SHARE (a total over the count of all rows), MEAN (over this replica's rows). RATIO: a
-        quotient by a count of this replica's own, which no sum or mean makes that of one replica.
-        Of reduced values of which no more is known: "summed", "averaged", "gathered".
+        SHARE (a total over the count of all rows), MEAN (over this replica's rows), DERIVATIVE (of
+        a mean that was summed before the gradient was taken), PART (linear in such, its power not
+        known). Of reduced values of which no more is known: "summed", "averaged", "gathered".
+        Of values that no sum or mean makes those of one replica: see `findings.UNREDUCIBLE`.
       power: it is R to this power too large.
       made: where.
       reduced: where it was reduced; None: it is not.
@@ -95,9 +96,9 @@ class Scale(NamedTuple):
         return self.kind, self.power, self.reduced is not None
 
 
-TOTAL, SHARE, MEAN, RATIO = "total", "share", "mean", "ratio"
+TOTAL, SHARE, MEAN, DERIVATIVE, PART = "total", "share", "mean", "derivative", "part"
 #: What sums over the replicas, and quotients by R, are followed for.
-LINEAR = (TOTAL, SHARE, MEAN)
+LINEAR = (TOTAL, SHARE, MEAN, DERIVATIVE)
 
 
 class Fact(NamedTuple):
@@ -167,7 +168,7 @@ def join(a: Fact, b: Fact) -> Fact:
     for zeros, other in ((a, b), (b, a)):
         if zeros.number == 0 and not zeros.tags and other.number is None:
             # An accumulator at its start, an update that is skipped.
-            is_kept = other.reduced or other.is_kind(SHARE, MEAN)
+            is_kept = other.reduced or other.is_kind(SHARE, MEAN, DERIVATIVE)
             return other.only("grad", *(["scale"] if is_kept else []))
     number = a.number if a.number == b.number else None
     out = Fact(a.differs or b.differs, number, a.tags & b.tags)
@@ -193,6 +194,7 @@ class FactWalk(Flow[Fact]):
       axis_name: the name of the replica axis.
       num_replicas: R.
       leading: the leading dimension sizes of arguments that differ: of local batches.
+      sizes: of these the sizes of batches that are known to be such.
 
     Attributes:
       is_alone: whether R = 1: the code is judged as for more replicas, but a division by R is one
@@ -214,11 +216,12 @@ class FactWalk(Flow[Fact]):
         axis_name: str,
         num_replicas: int,
         leading: frozenset[int],
+        sizes: frozenset[int] = frozenset(),
     ):
         super().__init__()
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.is_alone = num_replicas == 1
-        self.leading = leading
+        self.leading, self.sizes = leading, sizes
         self.in_transpose = self.across = self.mixes = False
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
@@ -232,6 +235,14 @@ class FactWalk(Flow[Fact]):
         sizes = [size for size in self.leading if size > 1]
         lengths = [length for length in shape if length > 1]
         return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
+
+    def are_rows(self, shape: Sequence[int], axes: Sequence[int]) -> bool:
+        """Returns whether an axis among these is known to be that of the batch.
+
+        Not in a loop, where what is left of a row may have any size.
+        """
+        is_loop = any(eqn.primitive.name in ("scan", "while") for eqn in self._calls)
+        return not is_loop and 0 in axes and shape[0] in self.sizes
 
     def site(self, eqn: JaxprEqn) -> Site:
         """Returns the location of an equation."""
@@ -316,7 +327,7 @@ def _of_cotangents(ins: Sequence[Fact]) -> Fact:
     parts = [x for x in ins if x.find("grad")]
     out = unknown(ins)
     scale = common_scale(parts)
-    kept = scale if scale is not None and scale.kind in (SHARE, MEAN) else None
+    kept = scale if scale is not None and scale.kind in (SHARE, MEAN, DERIVATIVE) else None
     return out.having(grad=parts[0].find("grad"), scale=kept) if parts else out
 
 

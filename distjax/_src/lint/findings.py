@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from distjax._src.context import STATE, Finding, reason_in
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint.facts import (
+    DERIVATIVE,
     MEAN,
-    RATIO,
     SHARE,
     Fact,
     FactWalk,
@@ -78,29 +78,76 @@ def _line(site: Site) -> str:
 
 # -- reductions ---------------------------------------------------------------
 
+#: Values without a meaningful sum or mean, by the tag of their facts: the rule's name, what a
+#: reduction needs, what came, why, and the fix.
+UNREDUCIBLE = {
+    "clipped": (
+        "clipped before the reduction",
+        "gradients as they are, to clip or normalize afterwards",
+        "a reduction of clipped or normalized gradients (Adam's updates are)",
+        "each replica clips by its own gradient, and the mean of clipped gradients is not the "
+        "clipped mean",
+        "grads = dj.get_replica_context().all_reduce('mean', grads), then clip or update; in an "
+        "optax chain dj.optim.reduce_gradients() comes first, and dj.optim.Optimizer(chain) "
+        "reduces before its chain",
+    ),
+    "ratio": (
+        "averaged over local counts",
+        "a sum, and the count to divide it by",
+        "a reduction of quotients by a local count",
+        "replicas that count fewer examples weigh as much as others",
+        "ctx = dj.get_replica_context(); ctx.all_reduce('sum', total) / ctx.all_reduce('sum', "
+        "count), where a mean that they are computed from is one over the replicas, too; for a "
+        "loss dj.losses.average_loss(losses, mask)",
+    ),
+    "function": (
+        "a function of local sums",
+        "sums or means over the rows, to compute from afterwards what is not linear in them",
+        "a reduction of a function of one replica's sums",
+        "the mean of f(x) is not f of the mean: each replica computes it of its own rows",
+        "x = dj.get_replica_context().all_reduce('mean', x) of the sums or means that it is "
+        "computed from, and then the function; for batch statistics BatchNorm(axis_name='replica')",
+    ),
+    "extreme": (
+        "a mean of extremes",
+        "sums or means over the rows",
+        "a mean or sum of each replica's own largest or smallest",
+        "the mean of R maxima is not the maximum",
+        "jax.lax.pmax(x, axis) or jax.lax.pmin(x, axis)",
+    ),
+    "norm": (
+        "a function of local sums",
+        "gradients as they are, to compute their size afterwards",
+        "a reduction of a size of gradients",
+        "the mean of the sizes of each replica's own gradients is not the size of their mean",
+        "grads = dj.get_replica_context().all_reduce('mean', grads), then their norm",
+    ),
+}
 
-def find_ratio(walk: FactWalk, site: Site | None, x: Fact) -> None:
-    """Reports a quotient by a local count whose sum or mean over the replicas is meaningless.
+
+def find_unreducible(walk: FactWalk, site: Site | None, x: Fact) -> None:
+    """Reports values whose sum or mean over the replicas is meaningless.
 
     Args:
       walk: the walk.
       site: where it is reduced; None: where a variable is read whose components it is.
       x: the value.
     """
-    is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
-    if not x.is_kind(RATIO) or is_one_example:
+    if x.scale is None or x.scale.kind not in UNREDUCIBLE:
         return
-    find(
-        walk,
-        "averaged over local counts",
-        [x.scale.made] if site is None else [site, x.scale.made],
-        needs="a reduction over the replicas needs a sum, and the count to divide it by",
-        got="a reduction of quotients by a local count",
-        why="replicas that count fewer examples weigh as much as others",
-        fix="ctx = dj.get_replica_context(); ctx.all_reduce('sum', total) / ctx.all_reduce('sum', "
-        "count), where a mean that they are computed from is one over the replicas, too; for a "
-        "loss dj.losses.average_loss(losses, mask)",
-    )
+    is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
+    if x.scale.kind != "clipped" and is_one_example:
+        return
+    rule, needs, got, why, fix = UNREDUCIBLE[x.scale.kind]
+    needs = f"a reduction over the replicas needs {needs}"
+    sites = [x.scale.made] if site is None else [site, x.scale.made]
+    find(walk, rule, sites, needs=needs, got=got, why=why, fix=fix)
+
+
+def find_returned(walk: FactWalk, x: Fact) -> None:
+    """Reports a result that is R times what one replica computes."""
+    if walk.sizes and x.reduced and x.is_kind(MEAN) and x.scale.power > 0 and not x.find("grad"):
+        find_times_r(walk, x.scale, None, "which is returned")
 
 
 def find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
@@ -123,26 +170,28 @@ def find_summed(
 ) -> None:
     """Reports a mean, or what has been reduced, that a variable or an optimizer sums."""
     scale = x.scale
-    if scale is None:
+    if scale is None or scale.kind in UNREDUCIBLE:
         return
-    if x.differs and scale.kind == MEAN:
-        find_times_r(walk, scale._replace(reduced=site), by)
+    if x.differs and scale.kind in (MEAN, DERIVATIVE):
+        find_times_r(walk, scale._replace(kind=MEAN, reduced=site), by)
     elif not x.differs and scale.reduced and (x.find("grad") or not only_gradients):
         kind = scale.kind if scale.kind in _NAMES else "summed"
         find_times_r(walk, Scale(kind, 1, scale.reduced, site), by)
 
 
-def find_times_r(walk: FactWalk, scale: Scale, by: Variable | str | None) -> None:
+def find_times_r(
+    walk: FactWalk, scale: Scale, by: Variable | str | None, use: str = "which updates equal state"
+) -> None:
     """Reports a sum of R means, or of R equal values.
 
     Args:
       walk: the walk.
       scale: the scale of the sum.
       by: the variable, or what else, that reduces; None: the user's line does.
+      use: what becomes of it.
     """
     kind, inner, site = scale.kind, scale.made, scale.reduced
     assert site is not None
-    use = "which updates equal state"
     fix = "ctx.all_reduce('mean', grads); in an optax chain dj.optim.reduce_gradients('mean')"
     if isinstance(by, Variable):
         use = f"written to variable {by.name!r}"
@@ -158,6 +207,18 @@ def find_times_r(walk: FactWalk, scale: Scale, by: Variable | str | None) -> Non
             got=f"its sum, {use}",
             why="the sum of R means is R times the mean: the step learns at R times the rate",
             fix=fix,
+        )
+    elif kind == DERIVATIVE:
+        find(
+            walk,
+            "the gradient of a sum averaged",
+            [site, inner],
+            needs="a mean over each replica's batch needs no sum over the replicas before its "
+            "gradient",
+            got=f"the mean of gradients of its sum, {use}",
+            why="the derivative of all_reduce('sum', ...) is a sum as well: each gradient is R "
+            "times its own part, and the step learns at R times the rate",
+            fix="grads = ctx.all_reduce('mean', jax.grad(loss)(params)), of the local mean",
         )
     else:
         find(
@@ -260,9 +321,11 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     """Reports gradients that do not fit an optimizer with reduction `op`."""
     site, grad = walk.site(eqn), x.find("grad")
     walk.gradients_differ |= x.differs and grad is not None
-    find_ratio(walk, site, x)
+    find_unreducible(walk, site, x)
     if op == "SUM":
         find_summed(walk, site, x, _OPTIMIZER.format("sum"))
+    elif x.differs and x.is_kind(DERIVATIVE):
+        find_times_r(walk, x.scale._replace(reduced=site), _OPTIMIZER.format("mean"))
     elif x.differs and x.is_kind(SHARE):
         find_averaged_share(walk, site, x.scale.made)
     if not x.differs and grad and not x.reduced:
@@ -272,7 +335,7 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
 # -- state --------------------------------------------------------------------
 
 STATE_WHY = "a missing all_reduce makes every replica train a model of its own"
-_STATE_FIX = (
+STATE_FIX = (
     "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
     "computing any flag that gates it"
 )
@@ -292,38 +355,9 @@ _STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")
 _NAMELESS = "[<flat index "
 
 
-def state_text(
-    name: str,
-    got: str,
-    differing: Sequence[str],
-    equal: Collection[str],
-    *,
-    of_gradients: bool = True,
-    is_alone: bool = False,
-) -> str:
-    """Returns the text on state that went in equal and came out different.
-
-    Args:
-      name: the user's function.
-      got: what came.
-      differing: the user's paths to the leaves that differ.
-      equal: the paths to the other leaves of the arguments.
-      of_gradients: whether they may differ because of gradients.
-      is_alone: whether R = 1.
-    """
-    why = STATE_WHY if of_gradients and not _are_statistics(differing) else _OWN_WHY
-    return message(
-        f"{name} takes state that is equal on every replica and needs to return it equal",
-        got=got,
-        why=(ALONE if is_alone else "") + why,
-        fix=expected_state_fix(differing, equal, of_gradients),
-    )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns the first of some names, and how many more there are."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{', '.join(names[:8])}{more}"
+def state_why(differing: Sequence[str], of_gradients: bool = True) -> str:
+    """Returns why state at these paths needs to come back equal."""
+    return STATE_WHY if of_gradients and not _are_statistics(differing) else _OWN_WHY
 
 
 def expected_state_fix(
@@ -334,13 +368,16 @@ def expected_state_fix(
     It names the largest parts that hold nothing else: a reduction forgotten in the rest of the
     state is still found. Of an object whose parts have no names it can only name the object.
 
-    Its arguments are those of `state_text`.
+    Args:
+      differing: the user's paths to the leaves that differ.
+      equal: the paths to the other leaves of the arguments.
+      of_gradients: whether they may differ because of gradients.
     """
     kept = {part for path in equal for part in _parts(path)}
     named = [path.partition(_NAMELESS)[0] for path in differing]
     parts = [next((p for p in _parts(path) if p not in kept), path) for path in named]
     first, *more = dict.fromkeys(parts)
-    cure = _STATE_FIX if of_gradients else _OWN_FIX
+    cure = STATE_FIX if of_gradients else _OWN_FIX
     cure = _STATISTICS_FIX if _are_statistics(differing) else cure
     fix = f"{cure}; or, where it is meant: dj.expect(reason, differs={first})"
     if not more:

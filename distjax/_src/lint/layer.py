@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from distjax._src import hooks, jax_compat
+from distjax._src.context import reason_in
+from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.lint.between_runs import (
     Feedback,
     recall,
@@ -21,9 +25,14 @@ from distjax._src.lint.examine import (
     find_unequal_start,
     report_lone_updates,
 )
-from distjax._src.lint.facts import EQUAL, Fact
-from distjax._src.replica.trace import TracedRun
+from distjax._src.lint.facts import DERIVATIVE, DIFFERS, EQUAL, MEAN, SHARE, TOTAL, Fact, Site
+from distjax._src.lint.findings import UNREDUCIBLE
+from distjax._src.placement.rows import is_batch
+from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
+from distjax._src.replica.global_value import GlobalValue
+from distjax._src.replica.trace import Given, TracedRun
 from distjax._src.typing import PyTree
+from distjax._src.variables.state import variable_p
 from distjax.errors import DivergenceError
 
 
@@ -58,7 +67,8 @@ def on_traced(run: TracedRun) -> None:
 
 def on_stand_ins(arrays: Sequence[Any], given: Sequence[Any]) -> None:
     """Carries facts over to the arrays of a trace."""
-    remember(arrays, list(map(recall, given)))
+    known = [(recall(x) or DIFFERS).having(batch=True) if is_batch(x) else recall(x) for x in given]
+    remember(arrays, known)
 
 
 def describe(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -67,7 +77,7 @@ def describe(leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 def _tell_findings(run: TracedRun) -> list[Fact]:
-    """Reports mistakes, tells what is known of values; returns a fact per result."""
+    """Reports mistakes, tells why values are equal or not; returns a fact per result."""
     given, traced, results, topology = run.given, run.traced, run.results, run.topology
     is_alone = topology.num_replicas == 1
     count = run.num_own
@@ -79,7 +89,7 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
         given = given._replace(values=as_if_several(given.values, inputs))
         results = as_if_several(results, facts)
         run = run._replace(given=given, results=results)
-    _tell_facts(run, env)
+    _tell_why(run, env)
     known, meant = (inputs, facts), run.expectations
     if not check_state(run.fn, given, traced.result, results, known, meant, is_alone=is_alone):
         paths = traced.result.paths[:count]
@@ -89,15 +99,123 @@ def _tell_findings(run: TracedRun) -> list[Fact]:
     return facts
 
 
-def _tell_facts(run: TracedRun, env: dict[Any, Any]) -> None:
-    """Tells those that explain a step what is known of its values."""
+def _tell_why(run: TracedRun, env: dict[Any, Any]) -> None:
+    """Tells those that listen why results and variables are equal, or what made them differ."""
     if not hooks.is_dry_run():
         return
-    hooks.tell(hooks.on_examined, run, env)
+    given, traced = run.given, run.traced
+    named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
+    reasons = Reasons(traced.jaxpr, env, run.topology.axis_name, given.paths)
+    outs = zip(named, traced.jaxpr.outvars, (*run.results, *run.finals), strict=False)
+    why = [
+        (name, x.varying, reasons.explain(atom, x.varying) + _dependence(env, atom, x, given))
+        for name, atom, x in outs
+    ]
+    hooks.tell(hooks.on_proved, run, why)
     if run.topology.num_replicas == 1:  # the emitter tells of more; what more refuse is not told of
         with contextlib.suppress(DivergenceError):
-            varying = [env[v].differs for v in run.traced.jaxpr.invars]
-            hooks.tell(hooks.on_segment, run.traced.jaxpr, varying, run.topology)
+            varying = [env[v].differs for v in traced.jaxpr.invars]
+            hooks.tell(hooks.on_segment, traced.jaxpr, varying, run.topology)
+
+
+def _dependence(env: Mapping[Any, Fact], atom: Var | Literal, x: GlobalValue, given: Given) -> str:
+    """Returns what a value is to that of one replica with the whole batch; "": not known."""
+    fact = EQUAL if isinstance(atom, Literal) else env[atom]
+    if fact.is_kind(SHARE, TOTAL):
+        return " (a share: their sum is what one replica computes)" if fact.differs else ""
+    if fact.is_kind(MEAN, DERIVATIVE):
+        told = "a share, R times too large: their mean is" if fact.differs else "R times"
+        return f" ({told} what one replica computes)"
+    if fact.differs and fact.is_kind(*UNREDUCIBLE):
+        return " (of its own rows, not linear: neither sum nor mean is what one replica computes)"
+    own = {v.array.shape[1] for v in given.values if v.varying and v.array.ndim > 1}
+    equal = {n for v in given.values if not v.varying for n in jnp.shape(v.array)}
+    is_rows = x.varying and x.array.ndim > 1 and x.array.shape[1] in own - equal - {1}
+    return " (rows of the batch)" if is_rows else ""
+
+
+# -- why a value is equal on every replica or not --------------------------------
+
+#: The most lines of a chain to show; the middle is cut, since its two ends matter most.
+_MOST_LINES = 6
+
+
+class Reasons:
+    """Traces values of a replica function back to where they come from.
+
+    Args:
+      jaxpr: the function's code.
+      env: the fact of each value.
+      axis_name: the name of the replica axis.
+      arguments: the user's paths of its inputs.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, env: Mapping[Any, Fact], axis_name: str, arguments: Sequence[str]
+    ):
+        self._env, self._analysis = env, Analysis(axis_name)
+        self._made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._arguments: dict[Any, str] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def explain(self, atom: Var | Literal, differs: bool) -> str:
+        """Returns why `atom` is equal, or which lines made it differ."""
+        if isinstance(atom, Literal):
+            return "a number in the code"
+        return self._why_different(atom) if differs else self._why_equal(atom)
+
+    def _why_different(self, atom: Var | Literal) -> str:
+        lines: list[str] = []
+        while atom in self._made_by:
+            eqn = self._made_by[atom]
+            if eqn.primitive is variable_p:
+                break
+            line = Site(eqn, ()).source
+            if line not in lines:
+                lines.append(line)
+            differing = [v for v in eqn.invars if self._differs(v)]
+            if not differing:
+                origin = "the replica's number" if eqn.primitive.name == "axis_index" else ""
+                return " -> ".join(filter(None, (origin, *_shorten(lines[::-1]))))
+            atom = differing[0]
+        return " -> ".join((f"{self._name(atom)}, a value per replica", *_shorten(lines[::-1])))
+
+    def _differs(self, atom: Var | Literal) -> bool:
+        return not isinstance(atom, Literal) and atom in self._env and self._env[atom].differs
+
+    def _why_equal(self, atom: Var | Literal) -> str:
+        """Finds the last reductions on all paths to the value."""
+        lines: dict[str, None] = {}
+        ahead, seen = [atom], set()
+        while ahead:
+            atom = ahead.pop()
+            eqn = self._made_by.get(atom)
+            if eqn is None or id(eqn) in seen:
+                continue
+            seen.add(id(eqn))
+            if eqn.primitive.name == MERGE_NAME:
+                lines[f"merge_call at {Site(eqn, ()).source}"] = None
+            elif self._analysis.over_replicas(eqn):
+                lines[f"{eqn.primitive.name} at {Site(eqn, ()).source}"] = None
+            else:
+                if is_declared_equal(eqn):
+                    reason = reason_in(str(eqn.source_info.name_stack))
+                    lines[f"pure_callback at {Site(eqn, ()).source}: {reason}"] = None
+                ahead.extend(v for v in eqn.invars if not isinstance(v, Literal))
+        return ", ".join(_shorten(list(lines))) or "made of equal values only"
+
+    def _name(self, atom: Var | Literal) -> str:
+        if atom in self._arguments:
+            return self._arguments[atom]
+        eqn = self._made_by.get(atom)
+        variable = eqn.params["variable"]() if eqn is not None else None
+        return f"variable {variable.name!r}" if variable is not None else "a constant"
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= _MOST_LINES:
+        return lines
+    half = _MOST_LINES // 2
+    return [*lines[:half], f"({len(lines) - 2 * half} more)", *lines[-half:]]
 
 
 # -- what is registered ----------------------------------------------------------

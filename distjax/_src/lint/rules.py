@@ -6,7 +6,7 @@ Tags; most hold the site where they originated:
 - `grad` (part of a backward pass; of an equal value: a sum or mean of gradients), `component` (of a
   variable), `base` (the argument or variable that it updates), `random` (bits from an equal key);
 - of numbers: `divisor` (the number that a constant was divided by), `over_R` (a constant over the
-  number of replicas).
+  number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import TypeAlias
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint import findings
 from distjax._src.lint.facts import (
+    DERIVATIVE,
     DIFFERS,
     EQUAL,
     LINEAR,
     MEAN,
-    RATIO,
+    PART,
     SHARE,
     TOTAL,
     Fact,
@@ -35,6 +36,7 @@ from distjax._src.lint.facts import (
     size_of,
     unknown,
 )
+from distjax._src.lint.findings import UNREDUCIBLE
 from distjax._src.replica.analysis import names_axis
 from distjax._src.replica.merge import reduction_of
 from distjax._src.variables.state import variable_p
@@ -42,6 +44,10 @@ from distjax._src.variables.variable import Variable
 
 #: Tags kept by what is linear.
 KEPT = ("grad", "scale")
+#: Scales that no linear operation changes.
+NOT_LINEAR = frozenset((*UNREDUCIBLE, "size"))
+#: What squares of gradients add up to, of each row or of all; the rows' own may be averaged.
+SIZE, NORM = "size", "norm"
 
 # -- sums over the replicas, and their division by R ---------------------------
 
@@ -50,7 +56,7 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the sum of `x` over the replicas."""
     site = walk.site(eqn)
     if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        return _summed_in_derivative(walk, x)
+        return _summed_in_derivative(walk, site, x)
     walk.combines = True
     variable = findings.written_variable(walk, site)
     if variable is not None:
@@ -60,7 +66,7 @@ def sum_over_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     scale = None
     if x.differs:
         walk.mixes |= not _is_gradient(walk, x)
-        findings.find_ratio(walk, site, x)
+        findings.find_unreducible(walk, site, x)
         scale = Scale("summed", 0, site, site)
         if x.scale is not None and x.scale.kind in LINEAR:
             scale = x.scale._replace(reduced=site)
@@ -85,10 +91,12 @@ def _is_gradient(walk: FactWalk, x: Fact) -> bool:
     return is_gradient
 
 
-def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
+def _summed_in_derivative(walk: FactWalk, site: Site, x: Fact) -> Fact:
     """Returns the fact of a cotangent summed over the replicas."""
     if x.number is not None:  # of a mean over the replicas, the sum makes 1 of 1/R again
-        return Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
+        out = Fact(False, x.number * walk.num_replicas, x.without("over_R").tags)
+        is_loss = x.number == 1.0 and not x.find("over_R")  # a factor may be meant for R
+        return out.having(repeated=site) if is_loss else out
     scale = x.scale if x.is_kind(MEAN, SHARE) else None
     if not x.differs and scale is not None and scale.kind == SHARE:  # R equal shares
         scale = Scale(MEAN, 1, scale.made)
@@ -103,6 +111,8 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     averaged = rest.having(scale=Scale("averaged", 0, site, site))
     if scale.kind == SHARE:
         findings.find_averaged_share(walk, site, scale.made)
+    elif scale.kind == DERIVATIVE and scale.power == 2:
+        return rest.having(scale=scale._replace(power=1, reduced=site))
     elif scale.power > 0 and findings.written_variable(walk, site) is not None:
         return x  # a variable's mean of R equal values
     elif scale.rows[0] == walk.num_replicas:  # it may be a local batch of R examples
@@ -115,13 +125,15 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact)
     if rule == "ONLY_FIRST_REPLICA":
         return _as_written(x._replace(differs=False))
     if x.differs:
-        findings.find_ratio(walk, site, x)
+        findings.find_unreducible(walk, site, x)
     is_gradient = _is_gradient(walk, x)
     if is_gradient and not (x.reduced or x.differs):
         walk.equal_gradients.append((site, x.find("grad")))
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
+        if x.differs and x.is_kind(DERIVATIVE):
+            findings.find_times_r(walk, x.scale._replace(reduced=site), variable)
         return x._replace(differs=False) if x.is_kind(SHARE) and x.differs else _as_written(x)
     findings.find_summed(walk, site, x, variable, only_gradients=True)
     return EQUAL
@@ -172,6 +184,35 @@ def is_multiple(number: float | None, count: int) -> bool:
     return number is not None and count <= number < 1e9 and number % count == 0
 
 
+def of_sums(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Scale | None:
+    """Returns the scale of what is computed, not linearly, from sums over one replica's rows.
+
+    None: other values that differ have a part in it, such as rows, or gradients (their signs may
+    be meant), or it is not computed so.
+    """
+    own = [x.scale for x in ins if x.differs]
+    is_known = own and walk.sizes and None not in own
+    if not is_known or any(x.find("grad") for x in ins):
+        return None
+    made = next((s for s in own if s and s.kind in NOT_LINEAR), None)
+    return made or Scale("function", 0, walk.site(eqn))
+
+
+def squared(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns the fact of the square of `x`."""
+    if not x.differs:
+        return x.only("random")
+    if x.find("grad"):
+        is_of_rows = not walk.sizes or any(n in walk.sizes for n in shape_of(eqn.outvars[0])[:1])
+        return DIFFERS.having(scale=Scale(SIZE if is_of_rows else NORM, 0, x.find("grad")))
+    return DIFFERS.having(scale=of_sums(walk, eqn, [x]))
+
+
+def elements_of(x: Fact) -> Fact:
+    """Returns the fact of a sum of elements of `x`, where gradients may be clipped one by one."""
+    return x.only("grad", *([] if x.is_kind("clipped") else ["scale"]))
+
+
 def of_parts(parts: Sequence[Fact]) -> Fact:
     """Returns the fact of an array assembled from others, ignoring plain constants among them."""
     told = [x for x in parts if x.number is None or x.find("grad")] or list(parts)
@@ -191,7 +232,7 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         if own.number is not None and not own.find("grad"):
             return [_scaled(walk, eqn, other, own.number)]
     if eqn.invars[0] is eqn.invars[1]:
-        return elementwise(walk, eqn, ins)
+        return [squared(walk, eqn, a)]
     return [_product(walk, eqn, a, b)]
 
 
@@ -201,22 +242,26 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
     Or if the line names the number of replicas; any other number is a weight or a rate.
     """
     count, scale = walk.num_replicas, x.scale
-    if x.is_kind(RATIO):
+    if scale is not None and scale.kind in NOT_LINEAR:
         return x
     is_named = scale is not None and findings.names_replicas(walk.site(eqn))
     if is_close(factor, 1 / count):
         is_rate = eqn.primitive.name == "mul" and x.reduced and x.is_kind(SHARE)
         return x if is_rate and not is_named else divide_by_replicas(walk, eqn, x)
     if is_close(factor, count):
-        return x if x.is_kind(MEAN) or _is_r_times(x) else _of_unknown_size(x)
+        return x if x.is_kind(MEAN, DERIVATIVE) or _is_r_times(x) else _of_unknown_size(x)
     if is_named:
         return _of_unknown_size(x)
     return x.without("base") if factor == 0 else x
 
 
 def _of_unknown_size(x: Fact) -> Fact:
-    """Returns the fact of `x` times what may be a power of R."""
-    return x._replace(number=None) if x.is_kind(RATIO) else x.without("scale")
+    """Returns the fact of `x` times what may be a power of R: of a sum that is still one."""
+    if x.is_kind(*NOT_LINEAR):
+        return x._replace(number=None)
+    if x.scale is None or not x.differs or x.find("grad"):
+        return x.without("scale")
+    return x.having(scale=Scale(PART, 0, x.scale.made))._replace(number=None)
 
 
 def _is_r_times(x: Fact) -> bool:
@@ -233,19 +278,28 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a product, or of a quotient with numerator `a`."""
     is_transposed = walk.is_transposed(eqn)
     if a.differs and b.differs:
-        scaled = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
-        if len(scaled) == 1:
-            return scaled[0].only(*KEPT)
-        return (a if a.find("grad") else b).only("grad")
+        for grad, size in ((a, b), (b, a)):
+            if grad.find("grad") and size.is_kind(SIZE, NORM) and not is_transposed:
+                return grad.having(scale=Scale("clipped", 0, walk.site(eqn))).only(*KEPT)
+        tagged = [x for x in (a, b) if x.find("grad") and x.scale] if is_transposed else ()
+        if len(tagged) == 1:
+            [out] = tagged
+            if walk.sizes and out.is_kind(PART):
+                out = out.having(scale=Scale("function", 0, out.scale.made))
+            return out.only(*KEPT)
+        grad = a if a.find("grad") else b
+        scale = grad.scale if grad.is_kind(SIZE, NORM) else of_sums(walk, eqn, [a, b])
+        return grad.only("grad").having(scale=scale)
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         if own.is_kind(TOTAL) and not is_transposed:  # no longer a count
-            own = own.without("scale")
+            own = own.having(scale=own.scale._replace(kind=PART))
         is_seed = other.find("grad") and not other.reduced
         scale = own.scale or (other.scale if is_seed else None)
         if is_transposed and is_seed and own.scale and not own.find("grad"):
-            scale = own.scale if own.is_kind(RATIO) else None  # what one replica's sums weigh
+            # What one replica's sums weigh: linear in them, unless other values come in.
+            scale = own.scale if own.is_kind(*NOT_LINEAR) else Scale(PART, 0, own.scale.made)
         grad = own.find("grad") or (other.find("grad") if is_seed else None)
         return own.having(scale=scale, grad=grad)._replace(number=None)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
@@ -276,18 +330,23 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if a.number is not None and a.find("grad") is None:
         if is_transposed and b.is_kind(TOTAL):
             if b.differs:
-                return [DIFFERS.having(scale=Scale(RATIO, 0, site), grad=site)]
+                return [DIFFERS.having(scale=Scale("ratio", 0, site), grad=site)]
             if not (a.find("over_R") or is_close(a.number, walk.num_replicas)):
                 return [EQUAL.having(scale=Scale(SHARE, 0, site), grad=site)]
-        return [unknown(ins)]
-    if a.is_kind(TOTAL) and b.is_kind(TOTAL) and not is_transposed:
-        if b.differs and not shape_of(eqn.outvars[0]):
-            return [DIFFERS.having(scale=Scale(RATIO, 0, site))]
-        if a.differs and not b.differs:
+        return [unknown(ins).having(scale=_size_of([b]) or of_sums(walk, eqn, [b]))]
+    if a.is_kind(TOTAL, PART) and b.is_kind(TOTAL) and not is_transposed:
+        if b.differs and (walk.sizes or a.is_kind(TOTAL) and not shape_of(eqn.outvars[0])):
+            return [DIFFERS.having(scale=Scale("ratio", 0, site))]
+        if a.differs and a.is_kind(TOTAL) and not b.differs:
             return [DIFFERS.having(scale=Scale(SHARE, 0, site))]
     if b.differs and not a.differs and not is_transposed:
-        return [DIFFERS]
+        return [DIFFERS.having(scale=_size_of([b]) or of_sums(walk, eqn, [b]))]
     return [_product(walk, eqn, a, b)]
+
+
+def _size_of(ins: Sequence[Fact]) -> Scale | None:
+    """Returns the scale of a value that is computed of the size of a gradient."""
+    return next((x.scale for x in ins if x.differs and x.is_kind(SIZE, NORM)), None)
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
@@ -301,17 +360,20 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
             return x.only("grad").having(scale=Scale(SHARE, 0, site))
     is_local = count > 1 and is_close(number, count) and (is_plain or site.is_mean)
     if is_local and not is_transposed and (site.is_mean or number != walk.num_replicas):
-        if x.differs and grad:
+        if x.differs and (grad or walk.sizes):
             return x.only("grad").having(scale=Scale(MEAN, 1, site))
-        if x.reduced is not None and grad and not findings.names_replicas(site):
+        is_sum = x.reduced is not None and (grad or count in walk.sizes)
+        if is_sum and not findings.names_replicas(site):
             return x.having(scale=Scale(MEAN, 1, site, x.reduced))._replace(number=None)
     if scale is not None and scale.kind == TOTAL and not grad:  # no longer a count
-        x = x.having(scale=scale._replace(kind="summed") if scale.reduced else None)
+        x = x.having(scale=scale._replace(kind="summed" if scale.reduced else PART))
     if site.is_mean and is_transposed:  # a mean within an example, as in a layer norm
         return x.only(*KEPT)
     if is_multiple(number, walk.num_replicas) and not (is_transposed or walk.is_alone):
         is_plain = is_close(number, walk.num_replicas)  # else the mean of k microbatches, too
-        return divide_by_replicas(walk, eqn, x) if is_plain else _of_unknown_size(x)
+        if not (is_plain or x.scale and x.scale.kind in (*NOT_LINEAR, PART)):
+            return _of_unknown_size(x)
+        return divide_by_replicas(walk, eqn, x) if is_plain else x
     return _scaled(walk, eqn, x, 1 / number)
 
 
@@ -336,14 +398,15 @@ def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
         if own.find("component"):
             findings.find_repeated_total(walk, eqn, other)
         if own.is_kind(TOTAL) and not own.find("grad"):
-            own = own.without("scale")
+            own = own.having(scale=own.scale._replace(kind=PART))
         if other.number is not None and own.is_kind(SHARE):
             own = own.without("scale")
         base = EQUAL if own.find("component") else other.only("base")
         return Fact(True, None, own.tags | base.tags)
     for own, other in ((a, b), (b, a)):
         is_update = other.find("base") and not own.find("base")
-        if is_update and _is_r_times(own) and own.find("grad"):
+        is_known = own.find("grad") or (walk.sizes and own.is_kind(MEAN))
+        if is_update and _is_r_times(own) and is_known:
             findings.find_times_r(walk, own.scale, None)
     out = _either(a, b)
     return out._replace(tags=out.tags | a.only("base").tags | b.only("base").tags)
@@ -352,17 +415,18 @@ def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact:
 def _sum_of_cotangents(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a sum over two paths from a value to the loss."""
     out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
-    broken = next((x.scale for x in (a, b) if x.differs and x.is_kind(RATIO)), None)
-    mean = next((x.scale for x in (a, b) if x.is_kind(MEAN)), None)
+    broken = next((x.scale for x in (a, b) if x.differs and x.is_kind(*NOT_LINEAR)), None)
+    mean = next((x.scale for x in (a, b) if x.is_kind(MEAN, DERIVATIVE)), None)
     is_mean = mean and not (a.is_kind(SHARE) or b.is_kind(SHARE))
     # Else the other path has some unknown factor.
     return out.having(scale=broken or mean) if broken or is_mean else out
 
 
 def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
-    scale = common_scale((a, b))
-    if scale is None and a.scale and b.scale:
-        scale = next((x.scale for x in (a, b) if x.is_kind(RATIO)), None)
+    broken = next((x.scale for x in (a, b) if x.is_kind(*NOT_LINEAR)), None)
+    scale = common_scale((a, b)) or _size_of((a, b))
+    if scale is None and broken is not None and a.scale and b.scale:
+        scale = broken
     for x, y in ((a, b), (b, a)):  # noise added to a sum of gradients, or a part to a component
         if scale is None and (x.find("grad") and x.is_kind(TOTAL) or y.find("component")):
             scale = x.scale
@@ -377,19 +441,67 @@ def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     tensors = [x for x in ins if x.number is None]
     if len(tensors) == 1:
         [x] = tensors
-        is_kept = not x.differs or x.is_kind(TOTAL, RATIO) and not x.find("grad")  # as a count is
-        return [x._replace(number=None) if is_kept else x.without("scale")]
+        if x.differs and x.find("grad") and not walk.is_transposed(eqn):
+            return [x.having(scale=Scale("clipped", 0, walk.site(eqn)))]
+        if x.differs and x.is_kind(MEAN, SHARE, PART):
+            x = x.having(scale=of_sums(walk, eqn, [x]))
+        return [x._replace(number=None)]
     return elementwise(walk, eqn, ins)
 
 
 def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum of products: dot_general, convolution."""
     a, b = ins[0], ins[1]
+    if eqn.invars[0] is eqn.invars[1] and a.find("grad"):
+        return [squared(walk, eqn, a)]
     if not walk.is_transposed(eqn):
         out = unknown(ins)
-        return [out if out.differs else _either(a, b).only(*KEPT)]
-    out = _product(walk, eqn, a.without("random"), b.without("random")).without("base")
+        if not out.differs:
+            return [_either(a, b).only(*KEPT)]
+        if a.differs and b.differs and not (a.scale or b.scale) and _sums_rows(walk, eqn):
+            rows = shape_of(eqn.invars[0])[eqn.params["dimension_numbers"][0][0][0]]
+            return [out.having(scale=Scale(TOTAL, 0, walk.site(eqn), rows=(rows, 1)))]
+        return [out.having(scale=_linear_scale(a, b))]
+    weight = _weight(walk, eqn, ins)
+    out = weight or _product(walk, eqn, a.without("random"), b.without("random"))
+    out = out.without("base", *(["scale"] if out.is_kind("clipped", SIZE, NORM) else []))
     return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
+
+
+def _linear_scale(a: Fact, b: Fact) -> Scale | None:
+    """Returns the scale of the product of a value that differs and one that does not."""
+    own, other = (a, b) if a.differs else (b, a)
+    scale = None if other.differs or own.find("grad") else own.scale
+    return scale._replace(kind=PART) if scale and scale.kind == TOTAL else scale
+
+
+def _sums_rows(walk: FactWalk, eqn: JaxprEqn) -> bool:
+    """Returns whether a product contracts both operands over the rows, and over nothing else."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    axes, _ = eqn.params["dimension_numbers"]
+    shapes = list(map(shape_of, eqn.invars))
+    is_rows = any(map(walk.are_rows, shapes, axes)) and len(axes[0]) == 1
+    rest = [n for shape, own in zip(shapes, axes, strict=True) for n in _without(shape, own)]
+    return is_rows and walk.sizes.isdisjoint(rest)
+
+
+def _without(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
+    return [length for axis, length in enumerate(shape) if axis not in axes]
+
+
+def _weight(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Fact | None:
+    """Returns the fact of a gradient whose first cotangent is computed of one replica's sums.
+
+    It is the gradient of something that is not linear in them. None: it is not, as far as is known.
+    """
+    if not walk.sizes or any(x.find("grad") for x in ins):
+        return None
+    made = next((x.scale for x in ins if x.differs and x.scale and not x.reduced), None)
+    if made is None or made.kind in (SIZE, NORM):
+        return None
+    scale = made if made.kind in NOT_LINEAR else Scale("function", 0, made.made)
+    return DIFFERS.having(grad=walk.site(eqn), scale=scale)
 
 
 def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -402,7 +514,12 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
     tags = frozenset.intersection(*(c.tags for c in tensors))
     out = Fact(any(x.differs for x in ins), None, tags)
+    clipped = next((c.scale for c in tensors if c.is_kind("clipped", SIZE, NORM)), None)
     summed = next((c for c in tensors if c.reduced and c.find("grad")), None)
+    if clipped is not None:
+        out = out.having(scale=clipped)
+    elif which.differs and which.scale and not (out.scale and out.is_kind(*NOT_LINEAR)):
+        out = out.having(scale=of_sums(walk, eqn, [which, *(c for c in tensors if c.differs)]))
     if summed is not None:
         out = out.having(grad=summed.find("grad"))
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
@@ -412,9 +529,11 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Other ops; keeps random bits of equal keys."""
+    """Other ops; keeps random bits of equal keys, and what was computed of sums."""
     out = unknown(ins)
-    if not out.differs:
+    if out.differs:
+        out = out.having(scale=_size_of(ins) or of_sums(walk, eqn, ins))
+    else:
         out = out.having(random=next((x.find("random") for x in ins if x.find("random")), None))
     return [out] * len(eqn.outvars)
 
@@ -454,12 +573,15 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     count = size_of(eqn.outvars[0]) // max(1, size_of(eqn.invars[0]))
     if x.find("grad") or not walk.is_transposed(eqn) or count == 1:
         return [x]
-    return [x if x.number in (None, 0.0) else _seed(walk, eqn, x, count)]
+    if x.number not in (None, 0.0):
+        return [_seed(walk, eqn, x, count)]
+    return [_weight(walk, eqn, ins) or x]
 
 
 def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
+    repeated, x = x.find("repeated"), x._replace(tags=x.without("repeated").tags)
     number, is_mean = x.find("divisor") or (None, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
@@ -474,6 +596,8 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
         is_divided = is_divided or not is_plain_mean
     x = x.having(grad=seed)
     if is_local and (is_weighted or is_plain_mean) and not is_divided:
+        if repeated and is_weighted and is_close(weight, walk.num_replicas):
+            return x.having(scale=Scale(DERIVATIVE, 2, repeated))
         return x.having(scale=Scale(MEAN, 1, seed))
     if is_local and is_plain and is_close(x.number, 1.0) and count in walk.leading:
         return x.having(scale=Scale(TOTAL, 0, seed, rows=(count, 1)))
@@ -494,17 +618,25 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     total = Scale(TOTAL, 0, walk.site(eqn), rows=(count, len(axes)))
     if x.find("grad"):
         is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
-        return [x.only(*KEPT).having(scale=total if is_by_example else x.scale)]
-    if x.scale is not None:  # its rows have been summed: these are others
-        return [DIFFERS.having(scale=x.scale._replace(rows=(0, 0)))]
+        return [elements_of(x).having(scale=total if is_by_example else elements_of(x).scale)]
+    if x.scale is not None and (walk.sizes or x.is_kind(SIZE, NORM)):  # its rows have been summed
+        return [DIFFERS.having(scale=_linear_scale(x, EQUAL))]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
     is_of_rows = 0 in axes or not shape_of(eqn.outvars[0])
     return [DIFFERS.having(scale=total) if is_of_rows and walk.may_be_batch(summed) else DIFFERS]
 
 
+def _reduce_extreme(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    x = ins[0]
+    if x.scale is None and x.differs and walk.are_rows(shape_of(eqn.invars[0]), eqn.params["axes"]):
+        return [DIFFERS.having(scale=Scale("extreme", 0, walk.site(eqn)))]
+    return elementwise(walk, eqn, ins)
+
+
 def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Selects or adds up elements of its first operand: gather, cumsum, pad, split."""
-    return [ins[0].only(*KEPT)._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
+    kept = elements_of(ins[0])
+    return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
 
 
 def _put(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -518,7 +650,7 @@ def _concatenate(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fac
     """Puts operands beside each other: concatenate, stack."""
     [out] = elementwise(walk, eqn, ins)
     parts = of_parts(ins)
-    return [out.having(grad=parts.find("grad"), scale=parts.scale)]
+    return [out.having(grad=parts.find("grad"), scale=parts.scale or out.scale)]
 
 
 def _power(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -529,7 +661,7 @@ def _power(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
     if power == 1:  # as optax computes Adam's first moments
         return _same(walk, eqn, ins)
-    return elementwise(walk, eqn, ins)
+    return [squared(walk, eqn, x)] if power == 2 else elementwise(walk, eqn, ins)
 
 
 # -- over the replicas --------------------------------------------------------
@@ -596,6 +728,7 @@ RULES: dict[str, Rule] = {
     **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
     **_named(_put, "dynamic_update_slice scatter scatter-add"),
     **_named(_reduce_sum, "reduce_sum"),
+    **_named(_reduce_extreme, "reduce_max reduce_min"),
     **_named(_power, "integer_pow square"),
     **_named(mul, "mul"),
     **_named(div, "div"),

@@ -8,7 +8,8 @@ running cannot see (a mask that nobody reads, a batch that is equal on all repli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,10 +24,7 @@ from distjax._src.check.comparing import (
     largest_change,
     without_quotients,
 )
-from distjax._src.check.locating import (
-    Break,
-    Locator,
-)
+from distjax._src.check.locating import Break, Locator
 from distjax._src.check.mending import Fix, changes, fix_text
 from distjax._src.check.replay import EDITS, OWN_DRAWS, OWN_NUMBER, Options, Tags
 from distjax._src.check.report import (
@@ -46,7 +44,7 @@ from distjax._src.diagnostics.explain_step import (
     require_outside_traces,
     with_object,
 )
-from distjax._src.lint.facts import EQUAL_BATCH
+from distjax._src.lint.findings import UNSEEN
 from distjax._src.pmap import MappedFunction
 from distjax._src.program.jit import CompiledFunction, compile_on_replicas, jit
 from distjax._src.program.program import Program
@@ -61,18 +59,6 @@ from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
-
-#: What `lint` finds that running does not show.
-UNSEEN = frozenset(
-    (
-        EQUAL_BATCH,
-        STATE,
-        "each replica trains on its own",
-        "padded examples counted",
-        "replica 0's initial value wins",
-        "the same random numbers on every replica",
-    )
-)
 
 
 def check(
@@ -122,16 +108,10 @@ def check(
       Traceback (most recent call last):
       distjax.errors.CheckError: step needs to be a step in which dj.check finds nothing...
     """
-    require_outside_traces("check")
-    require_callable(fn, "check")
-    require_strategy(strategy, "check")
-    require_compiling(strategy, "check")
+    _require_checkable(fn, strategy, "check")
     if rules_only or isinstance(strategy, CutsSteps):
         return _check_by_rules(fn, args, kwargs, strategy)
-    _require_values((args, kwargs))
-    numbers = _as_numbers(batch_argnums, len(args))
-    _require_tolerance(tolerance)
-    _check_by_running(fn, args, kwargs, strategy, numbers, tolerance)
+    _check_by_running(fn, args, kwargs, strategy, batch_argnums, tolerance)
 
 
 def assert_replica_invariant(
@@ -170,16 +150,17 @@ def assert_replica_invariant(
       ...     return w - 0.1 * jax.lax.pmean(jnp.mean(x), "replica")
       >>> dj.testing.assert_replica_invariant(step, 1.0, batch, strategy=strategy)
     """
-    require_outside_traces("testing.assert_replica_invariant")
-    require_callable(fn, "testing.assert_replica_invariant")
-    require_strategy(strategy, "testing.assert_replica_invariant")
-    require_compiling(strategy, "testing.assert_replica_invariant")
-    _require_values((args, kwargs))
-    numbers = _as_numbers(batch_argnums, len(args))
-    _require_tolerance(tolerance)
+    _require_checkable(fn, strategy, "testing.assert_replica_invariant")
     for count in counts:
         if count > 1:
-            _check_by_running(fn, args, kwargs, strategy, numbers, tolerance, count)
+            _check_by_running(fn, args, kwargs, strategy, batch_argnums, tolerance, count)
+
+
+def _require_checkable(fn: PyTree, strategy: Strategy | None, method: str) -> None:
+    require_outside_traces(method)
+    require_callable(fn, method)
+    require_strategy(strategy, method)
+    require_compiling(strategy, method)
 
 
 def _check_by_running(
@@ -187,13 +168,16 @@ def _check_by_running(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategy: Strategy | None,
-    batch_argnums: Sequence[int],
+    batch_argnums: int | Sequence[int],
     tolerance: float | None,
     count: int | None = None,
 ) -> None:
+    _require_values((args, kwargs))
+    _require_tolerance(tolerance)
+    numbers = _as_numbers(batch_argnums, len(args))
     fn, args = with_object(fn, args)
     with explaining_context(fn, (args, kwargs), strategy, "check"):
-        check = _Check(fn, args, kwargs, strategy, batch_argnums, tolerance, count)
+        check = _Check(fn, args, kwargs, strategy, numbers, tolerance, count)
         found = check.findings()
     if found:
         raise CheckError(describe(function_name(fn), found), tuple(found))
@@ -381,54 +365,51 @@ class _Check:
         self, different: Sequence[Difference], change: Change | None = None
     ) -> list[Finding]:
         """Returns what is wrong, and where, from runs whose values are kept."""
-        wrong = self._not_by_rounding(different, change)
-        wrong = self._not_by_order(wrong, change)
+        wrong = self._not_by_order(self._not_by_rounding(different, change), change)
         if not wrong:
             return []
+        several, locator = self._keep_values(change)
+        before = self._differences(several, self._plain(change))
+        keys = {d.key for d in wrong}
+        wrong = [d for d in before if d.key in keys and not self._excuse(d)]
+        mistakes = _mistakes_of(self._not_by_constants(wrong, several, change), locator)
+        for mistake in mistakes:
+            mistake.fix = self._find_fix(mistake, {d.key for d in before}, change, locator)
+        return self._tell(mistakes, is_redrawn=change is not None)
+
+    def _keep_values(self, change: Change | None) -> tuple[Run, Locator]:
+        """Runs the step both ways with all values kept.
+
+        Returns the run of R replicas, and what finds where its values are no longer those of one.
+        """
         traced = TracedStep(self._trial, self._options_alone(keeps=True))
         disturbed = [node.value for node in traced.run(self._disturb(change)).recording.nodes]
         alone = traced.run(change)
         several = TracedStep(self._trial, self._options(keeps=True)).run(change)
-        keys = {d.key for d in wrong}
-        different = [d for d in self._compare(several, alone) if d.key in keys]
-        wrong = [d for d in different if not self._excuse(d)]
-        wrong = self._not_by_constants(wrong, several, change)
         nodes = several.recording.nodes, alone.recording.nodes
         written = {key: value.node for key, value in several.values.items()}
-        locator = Locator(*nodes, disturbed, self._count, written)
-        groups: dict[Any, list[tuple[Break | None, Difference]]] = {}
-        for d in wrong:
-            node = d.value.node
-            breaks, is_rounding = ([], False) if node is None else locator.find(node)
-            if is_rounding and not abs(d.factor - 1) > 0.05:
-                continue
-            first = breaks[0] if breaks else None
-            if first is None and node is not None and node.line != UNKNOWN:
-                first = Break(node, None, None, None)  # right on each replica, and not in all
-            groups.setdefault(_origin_of(first, d), []).append((first, d))
-        lost = groups.pop(None, [])  # whose way could not be followed: with what is known
-        if lost:
-            groups.setdefault(next(iter(groups), None), []).extend(lost)
-        all_of_it = [pair for group in groups.values() for pair in group]
-        fixes = [
-            self._find_fix(group, all_of_it, several, change, locator) for group in groups.values()
-        ]
-        found = dict[Any, Finding]()
-        told = set[Any]()
+        return several, Locator(*nodes, disturbed, self._count, written)
+
+    def _tell(self, mistakes: Sequence[_Mistake], *, is_redrawn: bool) -> list[Finding]:
+        """Returns a finding for each mistake, but for what comes of another one."""
+        wrong = [d for mistake in mistakes for d in mistake.wrong]
+        mended = {
+            id(m): {d.key for d in wrong if m.fix is not None and d.key not in m.fix.left}
+            for m in mistakes
+        }
+        found, told = dict[int, Finding](), set[Any]()
         # A fix that mends more is of the mistake; what else it mends comes of that.
-        pairs = zip(groups.values(), fixes, strict=True)
-        for group, fix in sorted(pairs, key=lambda p: -len(p[1].mended if p[1] else ())):
-            own = {d.key for _, d in group}
+        for mistake in sorted(mistakes, key=lambda m: -len(mended[id(m)])):
+            own = {d.key for d in mistake.wrong}
             if own <= told:
                 continue
-            own |= set() if fix is None else fix.mended
+            own |= mended[id(mistake)]
             told |= own
-            breaks = [b for b, _ in group if b is not None]
-            of_it = [d for _, d in all_of_it if d.key in own]
-            found[group[0][1].key] = finding(
-                self._name, self._count, breaks, of_it, fix, change is not None
+            of_it = [d for d in wrong if d.key in own]
+            found[id(mistake)] = finding(
+                self._name, self._count, mistake.breaks, of_it, mistake.fix, is_redrawn
             )
-        return [found[d.key] for d in wrong if d.key in found]
+        return [found[id(m)] for m in mistakes if id(m) in found]
 
     def _excuse(self, different: Difference) -> bool:
         """Returns whether a value differs by what is each replica's own, and meant to be."""
@@ -513,18 +494,19 @@ class _Check:
         return [d for d in different if d.key not in keys]
 
     def _find_fix(
-        self,
-        group: Sequence[tuple[Break | None, Difference]],
-        all_of_it: Sequence[tuple[Break | None, Difference]],
-        several: Run,
-        change: Change | None,
-        locator: Locator,
+        self, mistake: _Mistake, before: Set[PyTree], change: Change | None, locator: Locator
     ) -> Fix | None:
-        """Returns a fix with which nothing of this differs, of those that are tried."""
-        keys = {d.key for _, d in group}
-        wrong = {d.key for d in self._differences(several, self._plain(change))}
-        ends = [d.value.node for _, d in group if d.value.node is not None]
-        tried = changes([b for b, _ in group if b is not None], ends, locator)
+        """Returns a fix with which nothing of a mistake differs, of those that are tried.
+
+        Args:
+          mistake: what is wrong.
+          before: the keys of all that differs without it.
+          change: other rows of the batch.
+          locator: knows what each value is to that of one replica.
+        """
+        keys = {d.key for d in mistake.wrong}
+        ends = [d.value.node for d in mistake.wrong if d.value.node is not None]
+        tried = changes(mistake.breaks, ends, locator)
         nodes = dict.fromkeys(node for edited in tried for node in edited.nodes)
         if not nodes:
             return None
@@ -534,11 +516,9 @@ class _Check:
         for own, edit, told, is_term in tried:
             modes = [EDITS.index(edit) if node in own else 0 for node in nodes]
             different = self._differences(traced.run(change, modes), self._plain(change))
-            left = {d.key for d in different}
-            if keys.isdisjoint(left) and left <= wrong:  # what was right still is
-                mended = frozenset(d.key for _, d in all_of_it) - left
-                text = fix_text(edit, told, is_term=is_term)
-                return Fix(text, told.told, mended, is_term)
+            left = frozenset(d.key for d in different)
+            if keys.isdisjoint(left) and left <= before:  # what was right still is
+                return Fix(fix_text(edit, told, is_term=is_term), told.told, left, is_term)
         return None
 
     def _plain(self, change: Change | None) -> Run:
@@ -565,10 +545,48 @@ def _shape_text(name: str, count: int, error: Exception) -> str:
     )
 
 
-def _origin_of(where: Break | None, different: Difference) -> Any:
+# -- mistakes ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class _Mistake:
+    """What is wrong by one mistake.
+
+    Attributes:
+      wrong: the values that differ.
+      breaks: where the law breaks on the way to them, if that was found.
+      fix: what mends them; None: nothing that was tried.
+    """
+
+    wrong: list[Difference] = dataclasses.field(default_factory=list)
+    breaks: list[Break] = dataclasses.field(default_factory=list)
+    fix: Fix | None = None
+
+
+def _mistakes_of(wrong: Sequence[Difference], locator: Locator) -> list[_Mistake]:
+    """Returns values that differ, by the mistake that makes them so, without what is rounding."""
+    found: dict[Any, _Mistake] = {}
+    lost = list[Difference]()
+    for d in wrong:
+        node = d.value.node
+        breaks, is_rounding = ([], False) if node is None else locator.find(node)
+        if is_rounding and not abs(d.factor - 1) > 0.05:
+            continue
+        if not breaks and node is not None and node.line != UNKNOWN:
+            breaks = [Break(node)]  # right on each replica, and not in all
+        if not breaks:  # its way could not be followed
+            lost.append(d)
+            continue
+        mistake = found.setdefault(_origin_of(breaks[0], d), _Mistake())
+        mistake.wrong.append(d)
+        mistake.breaks.append(breaks[0])
+    if lost:  # with what is known
+        found.setdefault(next(iter(found), None), _Mistake()).wrong.extend(lost)
+    return list(found.values())
+
+
+def _origin_of(where: Break, different: Difference) -> Any:
     """Returns what values have in common that one mistake makes wrong."""
-    if where is None:
-        return None
     for node in (where.made_by, where.node):
         if node is not None and node.is_reduction:
             return node.line, node.name

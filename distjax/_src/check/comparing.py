@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax._src import jax_compat
+from distjax._src.check.replay import grown_axis
 from distjax._src.check.runs import Run, Value
 from distjax._src.context import without_expectations
 from distjax._src.placement import PerReplica, is_per_replica
 from distjax._src.typing import PyTree
 
-#: Of a change of state, and of a result: how much is rounding.
 #: How state differs that is no longer equal on all replicas.
 APART = "is another value on each replica"
+#: Of a change of state, and of a result: how much is rounding.
 STATE_TOLERANCE, RESULT_TOLERANCE = 1e-3, 2e-5
 
 
@@ -219,12 +220,7 @@ def _largest(x: np.ndarray) -> float:
 
 def joined_axis(ours: np.ndarray, theirs: np.ndarray) -> int | None:
     """Returns the axis along which the replicas' values [R, ...] are parts of one value."""
-    if ours.ndim != theirs.ndim + 1:
-        return None
-    axes = [i for i, (a, b) in enumerate(zip(ours.shape[1:], theirs.shape, strict=True)) if a != b]
-    if len(axes) != 1 or theirs.shape[axes[0]] != ours.shape[0] * ours.shape[1 + axes[0]]:
-        return None
-    return axes[0]
+    return grown_axis(ours.shape[1:], theirs.shape, len(ours)) if ours.ndim else None
 
 
 def _rms(x: np.ndarray) -> float:

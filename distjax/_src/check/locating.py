@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,20 @@ class Kind:
         return self.form == EQUAL and self.power == 0
 
 
+class Term(NamedTuple):
+    """What is added and does not fit the other: an equal value to a share, or a share to a mean.
+
+    Attributes:
+      node: the value.
+      edit: what would make it fit, one of `replay.EDITS`.
+      told: the same value in the forward pass, whose line is told.
+    """
+
+    node: Node
+    edit: str
+    told: Node
+
+
 @dataclasses.dataclass(frozen=True)
 class Break:
     """Where the law breaks.
@@ -52,24 +66,19 @@ class Break:
     Attributes:
       node: the result that is none of the kinds, or of the wrong size.
       came_in: the operand that is to blame; None: none is.
-      is_early: whether that operand, or a gradient computed from it, is reduced later: this line
-        uses it too early.
-      term: what is added there, or in the gradient, and does not fit the other: a value that is
-        equal on all replicas does not fit a share, nor a share a mean.
-      term_edit: what would make it fit; "": there is none.
-      term_told: the same value in the forward pass, whose line is told.
       kind: what this operand is.
       made_by: what computed it: a reduction, if there is one.
+      is_early: whether that operand, or a gradient computed from it, is reduced later: this line
+        uses it too early.
+      term: what is added there, or in the gradient, and does not fit; None: nothing is.
     """
 
     node: Node
-    came_in: Node | None
-    kind: Kind | None
-    made_by: Node | None
+    came_in: Node | None = None
+    kind: Kind | None = None
+    made_by: Node | None = None
     is_early: bool = False
-    term: Node | None = None
-    term_edit: str = ""
-    term_told: Node | None = None
+    term: Term | None = None
 
 
 class Locator:
@@ -203,10 +212,13 @@ class Locator:
                 own = self._break_at(node)
                 if own.came_in is not None and not self._is_rounding(node):
                     found.append(own)
-        is_alike = lambda own: own.term_edit == where.term_edit
-        own = next(filter(is_alike, found), next(iter(found), where))
-        term, edit = where.term or own.term, where.term_edit or own.term_edit
-        return dataclasses.replace(own, term=term, term_edit=edit, term_told=own.term)
+        edit_of = lambda b: None if b.term is None else b.term.edit
+        alike = (own for own in found if edit_of(own) == edit_of(where))
+        own = next(alike, next(iter(found), where))
+        term = where.term or own.term  # in the gradient it can be changed, in the loss it is told
+        if term is not None and own.term is not None:
+            term = term._replace(told=own.term.node)
+        return dataclasses.replace(own, term=term)
 
     def _is_rounding(self, node: Node) -> bool:
         """Returns whether a value is computed from nothing but what is right."""
@@ -222,22 +234,14 @@ class Locator:
         known = [(x, self.kinds(x) or ()) for x in node.inputs]
         suspects = [(x, kinds[0]) for x, kinds in known if kinds and not may_be_right(kinds)]
         if not suspects:
-            return Break(node, None, None, None)
+            return Break(node)
         # A wrong size is worse than a share, which is worse than rows; and of a quotient of shares
         # what divides is to be whole.
         by_rank = lambda s: (s[1].power == 0 or s[1].form != EQUAL, s[1].form == ROWS)
         came_in, kind = min(suspects[:: -1 if node.name == "div" else 1], key=by_rank)
         made_by = self._origin(came_in, (kind,))
-        term, edit = None, ""
-        if node.name in ADDS and len(suspects) < len(node.inputs) and kind.form == SHARE:
-            fitting = {x for x, _ in suspects}
-            term, edit = next(x for x in node.inputs if x not in fitting), "divided"
-        elif node.name in ADDS and len(suspects) == 2:
-            (a, of_a), (b, of_b) = suspects
-            if of_a.form == of_b.form and abs(of_a.power - of_b.power) == 1:
-                term, edit = (a if of_a.power < of_b.power else b), "multiplied"
-        is_early = self._is_early(node, came_in)
-        return Break(node, came_in, kind, made_by, is_early, term, edit)
+        term = _term_of(node, suspects, kind) if node.name in ADDS else None
+        return Break(node, came_in, kind, made_by, self._is_early(node, came_in), term)
 
     def _is_early(self, where: Node, came_in: Node) -> bool:
         """Returns whether an operand, or what is computed there of a gradient, is reduced later."""
@@ -273,6 +277,20 @@ class Locator:
                 continue
             at = max(before, key=lambda x: self._order.get(x, -1))
         return at
+
+
+def _term_of(node: Node, suspects: Sequence[tuple[Node, Kind]], kind: Kind) -> Term | None:
+    """Returns which operand of a sum does not fit, of those that are not right by themselves."""
+    if len(suspects) < len(node.inputs) and kind.form == SHARE:
+        shares = {x for x, _ in suspects}
+        equal = next(x for x in node.inputs if x not in shares)
+        return Term(equal, "divided", equal)
+    if len(suspects) == 2:
+        (a, of_a), (b, of_b) = suspects
+        if of_a.form == of_b.form and abs(of_a.power - of_b.power) == 1:
+            small = a if of_a.power < of_b.power else b
+            return Term(small, "multiplied", small)
+    return None
 
 
 def _is_total_of(reduction: Node, node: Node) -> bool:

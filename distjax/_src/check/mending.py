@@ -7,7 +7,7 @@ of gradients, which are reduced, or forgotten, together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distjax._src.check.locating import (
@@ -60,13 +60,13 @@ class Fix(NamedTuple):
     Attributes:
       text: in words.
       line: whose value it changes.
-      mended: the keys of all that does not differ with it.
+      left: the keys of all that differs with it.
       is_of_term: whether it is of a value that does not fit what it is added to.
     """
 
     text: str
     line: str
-    mended: frozenset[Any]
+    left: frozenset[Any]
     is_of_term: bool
 
 
@@ -95,19 +95,19 @@ def _at_breaks(
         for node in dict.fromkeys([*made.values(), *merges])
         for edit in _RESIZED
     ]
-    terms = tuple(dict.fromkeys(b.term for b in rest if b.term is not None))
+    terms = [b.term for b in rest if b.term is not None]
     if terms:
-        told = next((b.term_told for b in rest if b.term_told is not None), terms[0])
-        edit = next(b.term_edit for b in rest if b.term_edit)
-        tried.append(Edited(terms, edit, told, is_term=True))
+        told = min(terms, key=lambda term: term.told.is_backward).told
+        own = tuple(dict.fromkeys(term.node for term in terms))
+        tried.append(Edited(own, terms[0].edit, told, is_term=True))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
     if came_in:
         told, edits = rest[0].made_by or came_in[0], _edits_of(rest[0].kind)
         tried += [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
-    starts = [b.node for b in breaks] or ends
     nearest: dict[tuple[str, str], Node] = {}
-    for node in _reductions_before(starts):
-        nearest.setdefault((node.line, node.name), node)
+    for node in _upstream([b.node for b in breaks] or ends):
+        if node.is_reduction:
+            nearest.setdefault((node.line, node.name), node)
     for node in list(nearest.values())[:_NEAREST]:
         tried += [Edited(_alike(node, nodes), edit, node) for edit in _RESIZED]
     return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
@@ -131,12 +131,7 @@ def _on_the_way(ends: Sequence[Node], locator: Locator) -> list[Edited]:
     A change is of all that one line computes of one kind (the leaves of a tree of gradients),
     but for what is only used there; the first line, where such a value is made, comes first.
     """
-    ahead, upstream = list(ends), set[Node]()
-    while ahead:
-        node = ahead.pop()
-        if node not in upstream:
-            upstream.add(node)
-            ahead += node.inputs
+    upstream = set(_upstream(ends))
     by_line: dict[tuple[str, str], list[Node]] = {}
     for node in filter(upstream.__contains__, locator.nodes):
         kinds = locator.kinds(node) or ()
@@ -157,18 +152,15 @@ def _edits_of(kind: Kind | None) -> tuple[str, ...]:
     return _REPAIRS.get(kind or Kind(SHARE), ("summed", "averaged") if is_share else ())
 
 
-def _reductions_before(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the reductions on the way to values, nearest first."""
-    ahead, seen, found = list(nodes), set[Node](), list[Node]()
-    while ahead:
-        node = ahead.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.is_reduction:
-            found.append(node)
-        ahead += node.inputs
-    return found
+def _upstream(nodes: Sequence[Node]) -> list[Node]:
+    """Returns values, and all that they are computed from, nearest first."""
+    found = dict.fromkeys(nodes)
+    ahead = list(found)
+    for node in ahead:
+        new = [x for x in dict.fromkeys(node.inputs) if x not in found]
+        found.update(dict.fromkeys(new))
+        ahead += new
+    return ahead
 
 
 def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:

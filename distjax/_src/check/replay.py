@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -121,6 +121,8 @@ class Node:
         return self.place[0][1]
 
 
+#: A value of the trace, and its node.
+Known = tuple[Any, Node]
 #: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
 #: it says how: the number of one of `EDITS`.
 Edits = Mapping[tuple[Place, int], int]
@@ -137,7 +139,7 @@ class Options:
       count: for how many replicas.
       mates: the draws of the one replica, see `Recording`; None: this is its trace.
       axes: of the draws, along which axis there is a number for each row.
-      order: in which order the rows are, of which each draws its own.
+      order: in which order the rows are, of which each draws its own; (): as they were given.
       keeps: whether all values are kept.
       constants: numbers in the code -> what stands for them, in these lines.
       edits: values that can be changed, and where in `modes` it says how.
@@ -147,12 +149,12 @@ class Options:
 
     count: int = 1
     mates: Mapping[Place, tuple[int, ...]] | None = None
-    axes: Mapping[Place, int] | None = None
-    order: Sequence[int] | None = None
+    axes: Mapping[Place, int] = dataclasses.field(default_factory=dict)
+    order: Sequence[int] = ()
     keeps: bool = False
-    constants: Mapping[float, float] | None = None
+    constants: Mapping[float, float] = dataclasses.field(default_factory=dict)
     constant_lines: Collection[str] = ()
-    edits: Edits | None = None
+    edits: Edits = dataclasses.field(default_factory=dict)
     modes: jax.Array | None = None
     answers: Mapping[Place, Any] | None = dataclasses.field(default_factory=dict)
 
@@ -165,15 +167,8 @@ class Recording:
     """
 
     def __init__(self, options: Options):
-        self.mates, self.keeps = options.mates, options.keeps or bool(options.edits)
-        self.returns = options.keeps
-        self.constants, self.edits = options.constants or {}, options.edits or {}
-        self.modes: Any = options.modes
-        self.constant_lines = options.constant_lines
-        self._axes, self._order = options.axes or {}, options.order
-        #: What callbacks returned in the first run; None: this is it.
-        self.given_answers = options.answers
-        self.answers: dict[Place, Any] = {}  # in the trace
+        self.options, self.keeps = options, options.keeps or bool(options.edits)
+        self.answers: dict[Place, Any] = {}  # of callbacks, in the trace
         self.axes: dict[Place, int] = {}  # of draws, along which each replica takes its part
         self.draws: dict[Place, tuple[int, ...]] = {}
         self.nodes: list[Node] = []
@@ -211,7 +206,7 @@ class Recording:
 
     def keep(self, node: Node, value: PyTree) -> None:
         """Keeps a value of the trace."""
-        if self.returns:
+        if self.options.keeps:
             self.nodes.append(node)
             is_key = jax_compat.is_key_dtype(jnp.result_type(value))
             self.values.append(None if is_key else value)
@@ -223,20 +218,8 @@ class Recording:
 
     def node_behind(self, array: PyTree) -> Node | None:
         """Returns the node of what cross-replica code computes, with those on the way to it."""
-        pending = [array]
-        while pending:
-            last = pending[-1]
-            eqn = jax_compat.equation_of(last)
-            before = [] if eqn is None else list(eqn.in_tracers)
-            missing = [x for x in before if self.node_at(x) is None]
-            if self.node_at(last) is None and missing:
-                pending += missing
-                continue
-            pending.pop()
-            if self.node_at(last) is None and eqn is not None:
-                self._add(last, tuple(n for n in map(self.node_at, before) if n is not None), False)
-            elif self.node_at(last) is None:
-                self._add(last, (), False)
+        for x, before in _behind(array, lambda x: self.node_at(x) is not None):
+            self._add(x, tuple(n for n in map(self.node_at, before) if n is not None), False)
         return self.node_at(array)
 
     def _add(self, array: PyTree, inputs: tuple[Node, ...], varying: bool) -> Node:
@@ -289,40 +272,54 @@ class Recording:
 
     def tags_of(self, array: PyTree) -> Tags:
         """Returns the tags of a global value: its own, or those of what it is computed from."""
-        pending = [array]
-        while pending:
-            last = pending[-1]
-            eqn = jax_compat.equation_of(last)
-            before = [] if eqn is None else eqn.in_tracers
-            missing = [x for x in before if id(x) not in self._tags_of]
-            if id(last) in self._tags_of or not missing:
-                pending.pop()
-                if id(last) not in self._tags_of:
-                    tags = NO_TAGS.union(*(self._tags_of[id(x)][1] for x in before))
-                    self._tags_of[id(last)] = last, tags
-            else:
-                pending += missing
+        for x, before in _behind(array, lambda x: id(x) in self._tags_of):
+            self._tags_of[id(x)] = x, NO_TAGS.union(*(self._tags_of[id(y)][1] for y in before))
         return self._tags_of[id(array)][1]
 
     # -- draws ------------------------------------------------------------------
 
     def grown_axis(self, place: Place, own: Sequence[int], count: int) -> int | None:
         """Returns the axis along which the one replica draws R times as much; None: none."""
-        big = (self.mates or {}).get(place)
-        if big is None or len(big) != len(own):
-            return None
-        axes = [i for i, (a, b) in enumerate(zip(own, big, strict=True)) if a != b]
-        if len(axes) != 1 or big[axes[0]] != count * own[axes[0]]:
-            return None
-        self.axes[place] = axes[0]
-        return axes[0]
+        axis = grown_axis(own, (self.options.mates or {}).get(place, ()), count)
+        if axis is not None:
+            self.axes[place] = axis
+        return axis
 
     def in_order(self, place: Place, drawn: PyTree, ndim: int) -> Any:
         """Returns what the one replica drew, for rows that stand in another order."""
-        axis, order = self._axes.get(place), self._order
-        if axis is None or order is None or drawn.shape[ndim + axis] != len(order):
+        axis, order = self.options.axes.get(place), self.options.order
+        if axis is None or drawn.shape[ndim + axis] != len(order):
             return drawn
         return jnp.take(drawn, jnp.array(order), ndim + axis)
+
+
+def grown_axis(own: Sequence[int], whole: Sequence[int], count: int) -> int | None:
+    """Returns the axis along which values of one shape, joined, have another one; None: none."""
+    if len(own) != len(whole):
+        return None
+    axes = [i for i, (a, b) in enumerate(zip(own, whole, strict=True)) if a != b]
+    return axes[0] if len(axes) == 1 and whole[axes[0]] == count * own[axes[0]] else None
+
+
+def _behind(
+    array: PyTree, is_known: Callable[[PyTree], bool]
+) -> Iterator[tuple[PyTree, Sequence[PyTree]]]:
+    """Yields what is not known yet of a value and those behind it, each after its operands.
+
+    With its operands; it has to be known when the next one is asked for.
+    """
+    pending = [array]
+    while pending:
+        last = pending[-1]
+        eqn = jax_compat.equation_of(last)
+        before = [] if eqn is None else list(eqn.in_tracers)
+        missing = [] if is_known(last) else [x for x in before if not is_known(x)]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if not is_known(last):
+            yield last, before
 
 
 class _RecordingEmitter(JaxprEmitter):
@@ -356,12 +353,12 @@ class _RecordingEmitter(JaxprEmitter):
 
         def run_keeping(*local: jax.Array) -> list[Any]:
             kept = _Kept()
-            outs = evaluator.follow(part, local, given, kept)
-            nodes[:] = kept.nodes if recording.returns else []
+            outs = evaluator.follow(part, list(zip(local, given, strict=True)), kept)
+            nodes[:] = kept.nodes if recording.options.keeps else []
             results[:] = [node for _, node in outs]
             answered[:] = kept.answers
             told = [value for _, values in kept.answers for value in values]
-            return [*(v for v, _ in outs), *told, *(kept.values if recording.returns else ())]
+            return [*(v for v, _ in outs), *told, *kept.values[: len(nodes)]]
 
         results: list[Node] = []
         answered: list[tuple[Place, Any]] = []
@@ -391,11 +388,11 @@ class _RecordingEmitter(JaxprEmitter):
         if eqn.primitive.name in CALLS:
             return outs  # what is in it was kept
         for i, out in enumerate(outs):
-            number, count = recording.edits.get((place, i)), self.topology.num_replicas
+            number, count = recording.options.edits.get((place, i)), self.topology.num_replicas
             if number is not None:
                 x = out.array
                 of_mode = (x, x / count, x * count, *[x] * (len(EDITS) - 3))
-                out = out._replace(array=_chosen(recording.modes[number], of_mode, x))
+                out = out._replace(array=_chosen(recording.options.modes, number, of_mode, x))
                 outs[i] = out
             node = Node((place, i), given, is_merge, out.varying)
             recording.keep(node, out.array)
@@ -422,16 +419,21 @@ class _Kept:
         self.values.append(jnp.zeros(()) if is_key else value)
 
 
-def _first_turn(eqn: JaxprEqn, ins: list[Any]) -> tuple[Jaxpr, list[Any], list[Any]]:
-    """Returns the code of a loop's body with its constants, and what its first turn gets."""
+def _codes_of(eqn: JaxprEqn, ins: list[Any]) -> list[tuple[Jaxpr, list[Any], list[Any]]]:
+    """Returns the code in a loop or branch with its constants, and what its first turn gets.
+
+    Of a branch each.
+    """
+    if eqn.primitive.name == "cond":
+        return [(*jax_compat.open_jaxpr(branch), ins[1:]) for branch in eqn.params["branches"]]
     if eqn.primitive.name == "while":
         code, consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
         _, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
-        return code, consts, [*of_body, *carry]
+        return [(code, consts, [*of_body, *carry])]
     code, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     shared, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
     at = -1 if eqn.params["reverse"] else 0
-    return code, consts, [*shared, *carry, *((x[at], node) for x, node in xs)]
+    return [(code, consts, [*shared, *carry, *((x[at], node) for x, node in xs)])]
 
 
 def _draws(eqn: JaxprEqn) -> bool:
@@ -455,7 +457,7 @@ class _Evaluator(OneDevice):
 
     def __init__(self, emitter: JaxprEmitter, recording: Recording):
         super().__init__(emitter.analysis, emitter.topology.num_replicas)
-        self._recording = recording
+        self._recording, self._options = recording, recording.options
         self._edits_inside: dict[int, dict[int, int]] = {}  # by id of an equation in a loop
         self._is_inside = False
         self._maps_devices = emitter.topology.maps_devices
@@ -463,9 +465,9 @@ class _Evaluator(OneDevice):
     def _is_special(self, eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in DRAWS | jax_compat.CONSTRAINTS:
             return True
-        if self._recording.constants or self._is_inside:
+        if self._options.constants or self._is_inside:
             return True
-        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
+        if eqn.primitive.name in CALLBACKS and self._options.answers is not None:
             return True
         if not self._maps_devices:
             return super()._is_special(eqn)
@@ -481,9 +483,9 @@ class _Evaluator(OneDevice):
             return [self._draw(eqn, ins[0])]
         if eqn.primitive.name in jax_compat.CONSTRAINTS:
             return ins  # they name devices that are not the one of a check
-        if eqn.primitive.name in CALLBACKS and self._recording.given_answers is not None:
-            return self._answer(eqn, ins)
-        if self._recording.constants or self._is_inside:
+        if eqn.primitive.name in CALLBACKS and self._options.answers is not None:
+            return self._answer(eqn, ins, self._options.answers)
+        if self._options.constants or self._is_inside:
             ins = self._exchanged(eqn, ins)
             if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
                 return jax_compat.bind_equation(eqn, ins)
@@ -491,15 +493,14 @@ class _Evaluator(OneDevice):
 
     def _exchanged(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """Returns operands with other numbers in the place of those in the code."""
-        recording, new = self._recording, list[Any]()
-        line = user_lines.source_line(eqn)
-        if line not in recording.constant_lines or _is_of_a_mean(eqn):
+        line, new = user_lines.source_line(eqn), list[Any]()
+        if line not in self._options.constant_lines or _is_of_a_mean(eqn):
             return ins
         for atom, value in zip(eqn.invars, ins, strict=True):
             if isinstance(atom, Literal) and jnp.ndim(value) == 0:
-                other, aval = recording.constants.get(float(value)), jax_compat.aval_of(value)
+                other, aval = self._options.constants.get(float(value)), jax_compat.aval_of(value)
                 if other is not None and aval.dtype != bool:
-                    recording.used_constants[line] = float(value)
+                    self._recording.used_constants[line] = float(value)
                     value = jnp.asarray(other, aval.dtype)
             new.append(value)
         return new
@@ -507,7 +508,7 @@ class _Evaluator(OneDevice):
     def _draw(self, eqn: JaxprEqn, keys: PyTree) -> Any:
         recording, own = self._recording, tuple(eqn.params["shape"])
         place = recording.place_of_draw(eqn)
-        if recording.mates is None:
+        if self._options.mates is None:
             recording.draws[place] = own
             mine = jax_compat.bind_equation(eqn, [keys])[0]
             return recording.in_order(place, mine, jnp.ndim(keys))
@@ -516,18 +517,18 @@ class _Evaluator(OneDevice):
             return jax_compat.bind_equation(eqn, [keys])[0]
         rows = lax.all_gather(jax.random.key_data(keys), self.axis_name)
         first = jax.random.wrap_key_data(rows[0], impl=jax.random.key_impl(keys))
-        params = {**eqn.params, "shape": recording.mates[place]}
+        params = {**eqn.params, "shape": self._options.mates[place]}
         whole = jax_compat.bind_equation(eqn, [first], params)[0]
         # With one key for all replicas all take the same part.
         replica = jnp.where((rows == rows[:1]).all(), 0, lax.axis_index(self.axis_name))
         start = replica * own[axis]
         return lax.dynamic_slice_in_dim(whole, start, own[axis], jnp.ndim(keys) + axis)
 
-    def _answer(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    def _answer(self, eqn: JaxprEqn, ins: list[Any], answers: Mapping[Place, Any]) -> Sequence[Any]:
         """Returns what a callback returned in the first run; it is not called again."""
         if not eqn.outvars:
             return []
-        given = (self._recording.given_answers or {}).get(self._recording.place_of_draw(eqn))
+        given = answers.get(self._recording.place_of_draw(eqn))
         if given is None:
             if eqn.primitive.name == "pure_callback":  # in a loop, or a branch
                 return super()._equation(eqn, ins)
@@ -545,74 +546,62 @@ class _Evaluator(OneDevice):
         """Returns this replica's answer, or the one replica's: the rows of all, joined."""
         if self.num_replicas == len(rows) > 1:
             return self.own_row(rows)
-        own = rows.shape[1:]
-        axes = [i for i, (a, b) in enumerate(zip(own, aval.shape, strict=False)) if a != b]
-        return jnp.concatenate(list(rows), axes[0]) if axes else jnp.asarray(rows[0])
+        axis = grown_axis(rows.shape[1:], aval.shape, len(rows))
+        return jnp.asarray(rows[0]) if axis is None else jnp.concatenate(list(rows), axis)
 
     # -- keeping ----------------------------------------------------------------
 
     def follow(
         self,
         jaxpr: Jaxpr,
-        args: Sequence[Any],
-        given: Sequence[Node],
+        given: Sequence[Known],
         kept: _Kept,
         outer: tuple[JaxprEqn, ...] = (),
         consts: Sequence[Any] = (),
-    ) -> list[tuple[Any, Node]]:
+    ) -> list[Known]:
         """Evaluates code and keeps its values; returns its outputs with their nodes."""
-        env = dict(zip(jaxpr.invars, zip(args, given, strict=True), strict=True))
+        env = dict(zip(jaxpr.invars, given, strict=True))
         env.update((v, (c, _CONSTANT)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
-        def read(atom: PyTree) -> tuple[Any, Node]:
+        def read(atom: PyTree) -> Known:
             return (atom.val, _CONSTANT) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
-            values, nodes = [x for x, _ in ins], [n for _, n in ins]
             if eqn.primitive.name in CALLS - {"compute_on"}:
                 code, own = jax_compat.called_jaxpr(eqn)
-                outs = self.follow(code, values, nodes, kept, (*outer, eqn), own)
-            elif eqn.primitive.name in _LOOPS and self._recording.given_answers is not None:
+                outs = self.follow(code, ins, kept, (*outer, eqn), own)
+            elif eqn.primitive.name in _LOOPS and self._options.answers is not None:
                 outs = self._follow_loop(eqn, ins, kept, outer)
             else:
-                outs = self._keep(eqn, values, nodes, kept, outer)
+                outs = self._keep(eqn, ins, kept, outer)
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def _follow_loop(
         self,
         eqn: JaxprEqn,
-        ins: list[tuple[Any, Node]],
+        ins: list[Known],
         kept: _Kept,
         outer: tuple[JaxprEqn, ...],
-    ) -> list[tuple[Any, Node]]:
+    ) -> list[Known]:
         """Evaluates a loop or branch; keeps the values of its first turn, or of all branches.
 
         In the first turn the law breaks first. It is evaluated once more, by itself: values cannot
         leave a loop. Which branch was taken is known once the step has run.
         """
-        inside = (*outer, eqn)
-        made: list[tuple[Node, ...]] = []
-        if eqn.primitive.name == "cond":
-            for branch in eqn.params["branches"]:
-                code, consts = jax_compat.open_jaxpr(branch)
-                values, nodes = [x for x, _ in ins[1:]], [n for _, n in ins[1:]]
-                made.append(
-                    tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))
-                )
-        else:
-            code, consts, first = _first_turn(eqn, ins)
-            values, nodes = [x for x, _ in first], [n for _, n in first]
-            made = [tuple(n for _, n in self.follow(code, values, nodes, kept, inside, consts))]
-        was_inside, self._is_inside = self._is_inside, bool(self._recording.edits)
+        made = [
+            self.follow(code, given, kept, (*outer, eqn), consts)
+            for code, consts, given in _codes_of(eqn, ins)
+        ]
+        was_inside, self._is_inside = self._is_inside, bool(self._options.edits)
         outs = self._equation(eqn, [x for x, _ in ins])
         self._is_inside = was_inside
         place, found = self._recording.place(eqn, outer), []
+        index = ins[0][1] if eqn.primitive.name == "cond" else None
         for i, out in enumerate(outs):
-            node = Node((place, i), tuple(nodes[i] for nodes in made if nodes[i] is not _CONSTANT))
-            if eqn.primitive.name == "cond":
-                node.index = ins[0][1]
+            inputs = tuple(own[i][1] for own in made if own[i][1] is not _CONSTANT)
+            node = Node((place, i), inputs, index=index)
             kept.add(node, out)
             found.append((out, node))
         return found
@@ -620,22 +609,21 @@ class _Evaluator(OneDevice):
     def _keep(
         self,
         eqn: JaxprEqn,
-        values: list[Any],
-        nodes: Sequence[Node],
+        ins: list[Known],
         kept: _Kept,
         outer: Sequence[JaxprEqn],
-    ) -> list[tuple[Any, Node]]:
+    ) -> list[Known]:
         recording = self._recording
         place = recording.place(eqn, outer)
-        outs = self._equation(eqn, values)
-        inputs = tuple(n for n in nodes if n is not _CONSTANT)
+        outs = self._equation(eqn, [x for x, _ in ins])
+        inputs = tuple(n for _, n in ins if n is not _CONSTANT)
         literals = tuple(
             v.val for v in eqn.invars if isinstance(v, Literal) and jnp.ndim(v.val) == 0
         )
         is_reduction = self._analysis.over_replicas(eqn) and eqn.primitive.name != "axis_index"
         found = []
         for i, out in enumerate(outs):
-            number = recording.edits.get((place, i))
+            number = self._options.edits.get((place, i))
             if number is not None:
                 out = self._as_edited(number, out)
                 self._edits_inside.setdefault(id(eqn), {})[i] = number
@@ -643,7 +631,7 @@ class _Evaluator(OneDevice):
             node = Node((place, i), inputs, is_reduction, literals=literals, eqns=around)
             kept.add(node, out)
             found.append((out, node))
-        if eqn.primitive.name in CALLBACKS and outs and recording.given_answers is None:
+        if eqn.primitive.name in CALLBACKS and outs and self._options.answers is None:
             kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
@@ -655,13 +643,13 @@ class _Evaluator(OneDevice):
             as_number = out.astype(jnp.int32) if out.dtype == bool else out
             extremes = (f(as_number, self.axis_name) for f in (lax.pmax, lax.pmin))
         of_mode = (out, out / count, out * count, total / count, total, *extremes)
-        return _chosen(self._recording.modes[number], of_mode, out)
+        return _chosen(self._options.modes, number, of_mode, out)
 
 
-def _chosen(mode: PyTree, of_mode: Sequence[Any], like: PyTree) -> Any:
-    """Returns the value for a mode: one of `EDITS`, by number."""
+def _chosen(modes: PyTree, number: int, of_mode: Sequence[Any], like: PyTree) -> Any:
+    """Returns the value for the mode of an edit: one of `EDITS`, by number."""
     dtype = jnp.result_type(like)
-    return lax.select_n(mode, *(jnp.asarray(x, dtype) for x in of_mode))
+    return lax.select_n(modes[number], *(jnp.asarray(x, dtype) for x in of_mode))
 
 
 def _is_of_a_mean(eqn: JaxprEqn) -> bool:

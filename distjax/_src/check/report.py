@@ -14,6 +14,7 @@ from distjax._src.check.locating import EQUAL, LARGEST, ROWS, SHARE, SMALLEST, B
 from distjax._src.check.mending import Fix
 from distjax._src.check.replay import DRAWS, Tags
 from distjax._src.context import Finding
+from distjax._src.lint.findings import PADDED
 from distjax._src.user_lines import UNKNOWN
 from distjax.errors import message
 
@@ -74,7 +75,7 @@ def padding_finding(name: str, different: Sequence[Difference]) -> Finding:
         why="they are copies of other rows, and would count twice",
         fix="dj.losses.average_loss(losses, batch.mask); metric.update(losses, mask=batch.mask)",
     )
-    return Finding("error", "padded examples counted", text, UNKNOWN)
+    return Finding("error", PADDED, text, UNKNOWN)
 
 
 def _clearest(breaks: Sequence[Break]) -> Break | None:
@@ -97,43 +98,40 @@ def _factor(wrong: Sequence[Difference], count: int) -> str:
     return f", by the factor {np.median(factors):.4g}"
 
 
+#: What is wrong where a term does not fit, by what would make it fit.
+_TERMS = {
+    "divided": "it adds a value that is equal on all replicas to each replica's own share of a "
+    "sum, which counts it R times",
+    "multiplied": "it adds values of which one is R times as large as the other, beside those of "
+    "one replica: a mean of each replica's rows, and a share of the whole batch's",
+}
+
+
 def _line_of(where: Break | None, fix: Fix | None) -> tuple[str, list[str]]:
+    """Returns the line to look at, and what is wrong, in sentences."""
     if where is None:
         return UNKNOWN, []
-    node, lines = where.node, []
-    made = where.made_by
-    first = node.line
-    lines.append(f"the first line whose result is not that of one replica: {node.line}")
-    kind = where.kind
+    node, kind, made = where.node, where.kind, where.made_by
+    first = f"the first line whose result is not that of one replica: {node.line}"
     if kind is None or made is None:
-        return first, lines
+        return node.line, [first]
+    takes = f"it takes {_kind_text(kind)}"
     if kind.form == EQUAL or made.is_reduction:
-        if where.came_in is not node:
-            lines.append(f"it takes {_kind_text(kind)}")
-        if made is not node:
-            lines.append(f"made by {made.name} at {made.line}")
-        return (first if made.line == UNKNOWN else made.line), lines
+        told = [takes] if where.came_in is not node else []
+        told += [f"made by {made.name} at {made.line}"] if made is not node else []
+        return (node.line if made.line == UNKNOWN else made.line), [first, *told]
     if where.term is not None and (fix is None or fix.is_of_term):
-        lines.append(
-            "it adds a value that is equal on all replicas to each replica's own share of "
-            "a sum, which counts it R times"
-            if where.term_edit == "divided"
-            else "it adds values of which one is R times as large as the other, beside those of "
-            "one replica: a mean of each replica's rows, and a share of the whole batch's"
-        )
-        return first, lines
+        return node.line, [first, _TERMS[where.term.edit]]
     if node.is_merge:
-        lines.append(f"it reduces {_kind_text(kind)}, made at {made.told}")
-        return first, lines
-    used, told = user_lines.meeting_lines(node.eqns, made.eqns, made.is_backward)
-    if used not in (UNKNOWN, first):
-        lines[0] += f", called at {used}"
-    if kind.form == ROWS or told in (first, UNKNOWN):
-        lines.append(f"it takes {_kind_text(kind)}")
-        return (first if used == UNKNOWN else used), lines
+        return node.line, [first, f"it reduces {_kind_text(kind)}, made at {made.told}"]
+    used, at = user_lines.meeting_lines(node.eqns, made.eqns, made.is_backward)
+    first += f", called at {used}" if used not in (UNKNOWN, node.line) else ""
+    used = node.line if used == UNKNOWN else used
+    if kind.form == ROWS or at in (node.line, UNKNOWN):
+        return used, [first, takes]
     how = "before it is reduced" if where.is_early else "which nothing reduces"
-    lines.append(f"it takes {_kind_text(kind)}, made at {told}, {how}")
-    return (used if where.is_early and used != UNKNOWN else told), lines
+    line = used if where.is_early and used != UNKNOWN else at
+    return line, [first, f"{takes}, made at {at}, {how}"]
 
 
 def _kind_text(kind: Kind) -> str:

@@ -126,11 +126,10 @@ class Arguments:
         ]
         self.is_guess = not any(known)
         self._leaves: list[Any] = []
-        for leaf, path in zip(leaves, paths, strict=True):
-            if isinstance(leaf, PerReplica) and topology is not None:
-                require_same_topology(leaf, topology, f"argument {path}")
         for leaf, path, is_known in zip(leaves, paths, known, strict=True):
             is_own = isinstance(leaf, PerReplica)
+            if is_own and topology is not None:
+                require_same_topology(leaf, topology, f"argument {path}")
             array = self.on_device(leaf.stacked if is_own else leaf)
             if is_own and not is_known and shares_rows and _are_equal(array):
                 self._leaves.append(PerReplica(array[:1], leaf.topology))
@@ -348,7 +347,15 @@ _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pas
 
 
 class TracedStep:
-    """A step traced for a number of replicas, compiled, to be run with several batches."""
+    """A step traced for a number of replicas, compiled, to be run with several batches.
+
+    Args:
+      trial: the step.
+      options: how it is traced.
+
+    Attributes:
+      recording: what the trace recorded.
+    """
 
     def __init__(self, trial: Trial, options: Options):
         self._trial, self._options = trial, options
@@ -389,11 +396,6 @@ class TracedStep:
         floats = (kind for kind in kinds if jnp.issubdtype(kind, jnp.inexact))
         return max((float(jnp.finfo(kind).eps) for kind in floats), default=0.0)
 
-    @property
-    def recording(self) -> Recording:
-        """What the trace recorded."""
-        return self._recording
-
     def _given(self, change: Change | None) -> Any:
         return self._trial.arguments.given(self._options.count, change)
 
@@ -421,17 +423,17 @@ class TracedStep:
             values[variable] = Value(name, array, False, before, tags, node)
         if self._changes is not None:
             result = result[0].build()
-        answers = dict(zip(self._recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
+        answers = dict(zip(self.recording.answers, jax.tree.map(jnp.asarray, told), strict=True))
         pairs = zip(found.writes, new, strict=True)
         components = {v: x for v, x in pairs if is_per_component(v) and v.aggregation.name != "SUM"}
-        return Run(values, result, self._recording, answers, components, count)
+        return Run(values, result, self.recording, answers, components, count)
 
     def _emit(
         self, emit: Callable[..., Any], fn: PyTree, state: PyTree, args: PyTree, kwargs: PyTree
     ) -> Any:
         """Emits the step; returns its results, and the values that were kept."""
         options = self._options
-        self._recording = recording = Recording(options)
+        self.recording = recording = Recording(options)
 
         def hear(finding: PyTree) -> bool:
             if options.count > 1:
@@ -462,7 +464,7 @@ class TracedStep:
 
     def _results(self, outs: Sequence[Any]) -> dict[Any, Value]:
         """Returns the results by path, and gives the nodes their values."""
-        recording, known = self._recording, self._known
+        recording, known = self.recording, self._known
         kept = iter(outs[len(known) :])
         for node, value in zip(recording.nodes, recording.values, strict=True):
             node.value = None if value is None else next(kept)

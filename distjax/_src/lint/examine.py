@@ -19,7 +19,15 @@ from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax._src.lint import findings
 from distjax._src.lint.between_runs import recall
 from distjax._src.lint.facts import DIFFERS, EQUAL, Fact, FactWalk
-from distjax._src.lint.findings import ALONE, STATE_FIX, STATE_WHY, expected_state_fix, state_why
+from distjax._src.lint.findings import (
+    ALONE,
+    FIRST_VALUE,
+    PADDED,
+    STATE_FIX,
+    STATE_WHY,
+    expected_state_fix,
+    state_why,
+)
 from distjax._src.lint.rules import RULES
 from distjax._src.placement import Topology
 from distjax._src.replica.arguments import (
@@ -170,8 +178,7 @@ def _find_unread_masks(
             why="a padded batch holds copies of real examples, which would count",
             fix=f"dj.losses.average_loss(losses, {name}); metric.update(losses, mask={name})",
         )
-        rule = "padded examples counted"
-        walk.found[rule, name] = Finding("warning", rule, text, source, current_reason())
+        walk.found[PADDED, name] = Finding("warning", PADDED, text, source, current_reason())
 
 
 # -- state --------------------------------------------------------------------
@@ -188,7 +195,7 @@ def find_unequal_start(variable: Variable) -> None:
         fix="dj.Variable(jax.random.normal(key, shape)) with a key that is equal on all replicas, "
         "or outside of the replica function",
     )
-    report(Finding("warning", "replica 0's initial value wins", text, calling_line()))
+    report(Finding("warning", FIRST_VALUE, text, calling_line()))
 
 
 def updated_argument(fact: Fact) -> int | None:

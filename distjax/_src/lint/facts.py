@@ -29,9 +29,6 @@ from distjax._src.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax._src.jaxprs import Flow
 from distjax._src.replica.analysis import MERGE_NAME
 
-#: The rule name of equal gradients in a step that is given a batch.
-EQUAL_BATCH = "the same batch on every replica"
-
 
 class Site:
     """An equation, as the place where a fact originated.

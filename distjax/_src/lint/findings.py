@@ -7,11 +7,10 @@ import linecache
 import re
 from collections.abc import Collection, Sequence
 
-from distjax._src.context import Finding, reason_in
+from distjax._src.context import STATE, Finding, reason_in
 from distjax._src.jax_compat import JaxprEqn
 from distjax._src.lint.facts import (
     DERIVATIVE,
-    EQUAL_BATCH,
     MEAN,
     SHARE,
     Fact,
@@ -24,6 +23,13 @@ from distjax._src.user_lines import UNKNOWN, calling_line
 from distjax._src.variables.variable import Variable
 from distjax.errors import message
 
+EQUAL_BATCH = "the same batch on every replica"
+EQUAL_NUMBERS = "the same random numbers on every replica"
+OWN_TRAINING = "each replica trains on its own"
+PADDED = "padded examples counted"
+FIRST_VALUE = "replica 0's initial value wins"
+#: The rules for what runs for R replicas and for one do not show: `dj.check` tells of these, too.
+UNSEEN = frozenset((EQUAL_BATCH, EQUAL_NUMBERS, OWN_TRAINING, PADDED, FIRST_VALUE, STATE))
 #: Before the reason of a finding where R = 1.
 ALONE = "one replica hides it; with more, "
 
@@ -277,7 +283,7 @@ def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> No
         if made is not None and not bits.differs and is_of_examples:
             find(
                 walk,
-                "the same random numbers on every replica",
+                EQUAL_NUMBERS,
                 [walk.site(eqn), made],
                 needs="random numbers for examples that differ need a key per replica",
                 got="numbers drawn from a key that is equal on every replica",
@@ -301,7 +307,7 @@ def find_local_training(walk: FactWalk, variable: Variable, grad: Site) -> None:
     """Reports gradients that are written to a component of each replica's own."""
     find(
         walk,
-        "each replica trains on its own",
+        OWN_TRAINING,
         [grad],
         needs=f"trainable variable {variable.name!r} needs gradients of all replicas",
         got="an update by gradients of one replica, with synchronization ON_READ",

@@ -81,11 +81,16 @@ def on_one_device(
 ) -> list[float]:
     """The losses of the same steps without a strategy."""
     params, losses = jax.tree.map(jax.numpy.asarray, task.initial()), []
+
+    @jax.jit
+    def step(params, state, *batch):
+        value, grads = jax.value_and_grad(task.loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
     state = tx.init(params)
     for _ in range(steps):
-        value, grads = jax.value_and_grad(task.loss)(params, *task.batch(num_replicas))
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        value, params, state = step(params, state, *task.batch(num_replicas))
         losses.append(float(value))
     return losses
 

@@ -15,7 +15,6 @@ import pytest
 SLOW = {
     "tests/check/test_lines.py",
     "tests/check/test_random.py",
-    "tests/check/test_training_files.py",
     "tests/differential/test_random.py",
     "tests/examples/test_steps_are_silent.py",
     "tests/faults/test_first_call_interrupts.py",

@@ -74,7 +74,6 @@ def interrupted(
     frames: Frames,
     *,
     after: Callable[[], bool] | None = None,
-    look: Callable[[FrameType], None] | None = None,
     after_calls: Frames | None = None,
 ) -> Outcome:
     """Calls ``call()`` and interrupts it at the n-th line that counts.
@@ -84,11 +83,10 @@ def interrupted(
       n: which line, from 1 on; ``math.inf`` only counts.
       frames: which frames' lines count.
       after: lines count once this is true; asked before each line until it is.
-      look: called with the frame at each line that counts, before anything is raised.
       after_calls: frames in which the moment between the return of a call and the use of what
         it returned counts too. CPython handles signals there, for functions in C.
     """
-    tracer = _Tracer(n, frames, after, look, after_calls)
+    tracer = _Tracer(n, frames, after, after_calls)
 
     def handle(*_: object) -> None:
         raise Interrupt(tracer.line)
@@ -168,8 +166,8 @@ def campaign(
 class _Tracer:
     """A trace function for `sys.settrace`, and what it has seen."""
 
-    def __init__(self, n: float, frames: Frames, after: Any, look: Any, after_calls: Frames | None):
-        self._n, self._frames, self._after, self._look = n, frames, after, look
+    def __init__(self, n: float, frames: Frames, after: Any, after_calls: Frames | None):
+        self._n, self._frames, self._after = n, frames, after
         self._after_calls = after_calls
         self.count = 0
         self.line: str | None = None
@@ -195,8 +193,6 @@ class _Tracer:
                 return
             self._after = None
         self.count += 1
-        if self._look is not None:
-            self._look(frame)
         if self.count == self._n:
             code = frame.f_code
             module = frame.f_globals.get("__name__")

@@ -61,6 +61,21 @@ def test_left_twice(pair):
     assert frames.stack() == ()
 
 
+def test_left_before_it_was_entered(pair):
+    with pytest.raises(ContextError, match=LEFT_BEFORE):
+        pair.scope().__exit__(None, None, None)
+    assert frames.stack() == ()
+
+
+def test_entered_again_after_an_error_in_it(pair):
+    scope = pair.scope()
+    with pytest.raises(KeyError), scope:
+        raise KeyError
+    with scope:
+        assert dj.Variable(0.0).strategy is pair
+    assert frames.stack() == ()
+
+
 def test_left_in_another_thread(pair):
     scope = pair.scope()
     with scope:

@@ -62,6 +62,21 @@ def test_finalised_in_a_scope_of_another_thread(make):
     assert in_thread(collect) == (strategy, strategy)
 
 
+@pytest.mark.parametrize("make", [blocks, handed])
+def test_finalised_in_an_update(make):
+    strategy, held = dj.VirtualStrategy(4), [waiting(make)]
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros(2))
+
+    def change(v):
+        held.clear()
+        v.assign_add(jnp.ones(2))
+        return dj.get_strategy() is strategy
+
+    assert strategy.extended.update(v, change) is True
+    assert v.value.tolist() == [1, 1]
+
+
 def test_finalised_in_a_step_of_the_same_context():
     strategy = dj.VirtualStrategy(2)
     held = [blocks(strategy)]

@@ -1,7 +1,5 @@
 """Programs of two threads step the same variables in turn: no step is lost, none waits for ever."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,41 +69,3 @@ def test_of_which_each_has_a_variable_of_its_own(owner, switch_often):
     # Each step has added what it saw: every multiple of R once, in one variable or the other.
     seen = sum(float(v.value[0]) for v in own)
     assert seen == replicas * sum(range(replicas, total + 1, replicas))
-
-
-class _AnnouncedLock:
-    """A lock that sets an event when somebody comes to it."""
-
-    def __init__(self, lock):
-        self.lock, self.wanted = lock, threading.Event()
-        self.show, self.settle = lock.show, lock.settle
-
-    def __enter__(self):
-        self.wanted.set()
-        return self.lock.__enter__()
-
-    def __exit__(self, *raised):
-        return self.lock.__exit__(*raised)
-
-
-def test_a_read_that_waits_for_the_lock_keeps_no_other_read_waiting(owner):
-    """What is deleted is looked at again under the lock; a reader that has the lock reads on."""
-    with owner.scope():
-        deleted, other = (dj.Variable(jnp.zeros(2)) for _ in range(2))
-    deleted.value.delete()
-    lock = deleted.stored.lock = _AnnouncedLock(deleted.stored.lock)
-
-    def wait():
-        with pytest.raises(RuntimeError, match="deleted"):
-            _ = deleted.value
-
-    def read_while_it_waits():
-        with other.stored.lock:
-            waiting.start()
-            assert lock.wanted.wait(60)
-            return other.value.tolist()
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    assert in_threads(read_while_it_waits) == [[0.0, 0.0]]
-    waiting.join(60)
-    assert not waiting.is_alive()

@@ -350,6 +350,12 @@ def test_a_solver_that_ends_when_its_replica_is_near_holds_no_collective(x, pair
         dj.jit(lambda x: pair.run(fn, args=(x,))).lower(x)
 
 
+def test_a_solver_without_collectives_may_end_when_its_replica_is_near(pair, x):
+    solve = lambda b: jax.scipy.sparse.linalg.cg(lambda v: 2 * v, b[None], maxiter=5)[0][0]
+    values, solved = (pair.local_results(y) for y in (x, pair.run(solve, args=(x,))))
+    assert [float(y) for y in solved] == pytest.approx([float(v) / 2 for v in values])
+
+
 @pytest.mark.parametrize("name", ["custom_root", "custom_linear_solve", "cg"])
 def test_a_solver_whose_loop_ends_everywhere_at_once_may_hold_one(pair, name):
     out = pair.run(SOLVERS[name], args=(W,))

@@ -1,6 +1,7 @@
 """Variables that the devices of a replica hold in parts: `sharding=`, model axes times ZeRO."""
 
 import copy
+import functools
 import logging
 
 import jax
@@ -93,14 +94,21 @@ def test_zero_adds_only_collectives_over_the_replicas(part):
     assert cost.donated_bytes == cost.state_bytes
 
 
+@functools.cache
+def transformer_by_hand():
+    """A transformer, its losses on one device, and what the program written by hand costs."""
+    task = transformer()
+    return task, model_axes.on_one_device(3, 4, task=task), model_axes.by_hand(4, 2, task).cost()
+
+
 @pytest.mark.parametrize("form", ["mirrored", "parameters"])
 def test_a_transformer_moves_and_holds_no_more_than_by_hand(form):
     """Heads and dense layers split as in the language model example; ZeRO-3 by hand is XLA's."""
-    task = transformer()
+    task, on_one_device, expected = transformer_by_hand()
     training = model_axes.variables(MAKE[form](model_axes=AXES), task=task)
     losses = [float(training.step(*task.batch(4))) for _ in range(3)]
-    np.testing.assert_allclose(losses, model_axes.on_one_device(3, 4, task=task), rtol=1e-6)
-    cost, expected = training.cost(), model_axes.by_hand(4, 2, task).cost()
+    np.testing.assert_allclose(losses, on_one_device, rtol=1e-6)
+    cost = training.cost()
     over = lambda cost, axis: sum(n[1] for key, n in cost.collectives.items() if key[1] == axis)
     assert over(cost, "model") == over(expected, "model")
     assert cost.donated_bytes == cost.state_bytes
@@ -133,12 +141,18 @@ CURVES = [
 ]
 
 
+@functools.cache
+def on_one_device(name="adamw"):
+    """The losses of four steps."""
+    return model_axes.on_one_device(4, 4, OPTIMIZERS[name])
+
+
 @pytest.mark.parametrize(("each", "name"), CURVES, indirect=["each"])
 def test_the_curve_is_that_of_one_device(each, name):
     training = model_axes.variables(each, OPTIMIZERS[name])
     batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
-    expected = model_axes.on_one_device(4, 4, OPTIMIZERS[name])
+    expected = on_one_device(name)
     # Sums in another order may round a moment to the next of 255 numbers.
     np.testing.assert_allclose(losses, expected, atol=1e-4 if name == "8 bit" else 1e-6)
 
@@ -165,14 +179,14 @@ def test_central_storage_splits_on_the_devices():
     training = model_axes.variables(central)
     batch = model_axes.MLP.batch(4)
     losses = [float(training.step(*batch)) for _ in range(4)]
-    np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
+    np.testing.assert_allclose(losses, on_one_device(), atol=1e-6)
     found = {v.name: v.host_bytes for v in central.describe().variables}
     assert found["up"] == found["up/mu"] == 4 * 16 * 64
     collectives = training.cost().collectives
     assert collectives["all-reduce", "model"] == (2, 4 * (8 * 16 + 3)), "as by hand"
     model = model_axes.modules(dj.CentralStorageStrategy(model_axes=AXES))
     losses = [float(model.step(*batch)) for _ in range(4)]
-    np.testing.assert_allclose(losses, model_axes.on_one_device(4, 4), atol=1e-6)
+    np.testing.assert_allclose(losses, on_one_device(), atol=1e-6)
 
 
 def test_bfloat16(each):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -142,6 +143,17 @@ def test_metrics(each):
     is_near(dj.jit(mean.result)(), 3.0)
     mean.reset()
     is_near(mean.result(), 0.0)
+
+
+def test_a_batch_and_an_optimizer(each):
+    v = variable(each, jnp.zeros(4), aggregation=MEAN)
+    with each.scope():
+        optimizer = dj.optim.Optimizer(optax.sgd(1.0), reduce_op="mean")
+        optimizer.init([v])
+    (batch,) = each.distribute_dataset([np.ones((8, 4), np.float32)])
+    is_near(each.reduce("mean", batch, axis=0), [1.0] * 4)
+    each.run(lambda x: optimizer.apply_gradients([(-x[0], v)]), args=(batch,))
+    is_near(v.value, [1.0] * 4)
 
 
 def test_steps(each):

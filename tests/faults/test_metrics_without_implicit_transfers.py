@@ -1,4 +1,4 @@
-"""Metrics under JAX's strict modes: dtypes that must be named, transfers that must be explicit."""
+"""Metrics where transfers must be explicit."""
 
 import jax
 import jax.numpy as jnp
@@ -33,41 +33,10 @@ def accuracy_of(strategy):
     return accuracy, lambda: strategy.run(lambda: accuracy.update(logits, labels, mask=MASK)), 1
 
 
-METRICS = [
-    pytest.param(mean_of),
-    pytest.param(accuracy_of),
-    sum_of,
-]
+METRICS = pytest.mark.parametrize("make", [mean_of, accuracy_of, sum_of])
 
 
-@pytest.mark.parametrize("make", METRICS)
-def test_a_metric_under_strict_promotion(pair, make):
-    with jax.numpy_dtype_promotion("strict"):
-        metric, update, expected = make(pair)
-        update()
-        assert float(metric.result()) == expected
-        metric.reset()
-        assert float(metric.result()) == 0
-
-
-@pytest.mark.parametrize("mask", [None, MASK])
-def test_an_accuracy_is_updated_under_strict_promotion(pair, mask):
-    with pair.scope():
-        accuracy = dj.metrics.Accuracy()
-    logits, labels = jnp.eye(4), jnp.array([0, 1, 2, 3])
-    with jax.numpy_dtype_promotion("strict"):
-        pair.run(lambda: accuracy.update(logits, labels, mask=mask))
-    assert float(accuracy.result()) == 1
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(mean_of),
-        pytest.param(accuracy_of),
-        sum_of,
-    ],
-)
+@METRICS
 def test_a_result_without_implicit_transfers(pair, make):
     metric, update, expected = make(pair)
     update()
@@ -76,7 +45,7 @@ def test_a_result_without_implicit_transfers(pair, make):
     assert float(result) == expected
 
 
-@pytest.mark.parametrize("make", [mean_of, accuracy_of, sum_of])
+@METRICS
 def test_a_reset_without_implicit_transfers(pair, make):
     metric, update, _ = make(pair)
     update()

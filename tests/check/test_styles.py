@@ -84,6 +84,25 @@ def test_compiled_cross_replica_code_that_reduces(strategy, op, right):
     assert outcome(step, params(), *batch_of(strategy)) == right
 
 
+@both
+def test_a_derivative_around_run_of_functions_with_rules_of_their_own(strategy, op, right):
+    how = "sum" if op == "mean" else "mean"  # the right step sums its counts
+
+    def sums(params, x, y):
+        margin = (x @ params["w"]) * jnp.sign(y)
+        return jnp.sum(jnp.logaddexp(0.0, -margin)), jnp.float32(len(y))
+
+    @dj.jit
+    def step(params, x, y):
+        def objective(params):
+            loss, count = strategy.run(sums, args=(params, x, y))
+            return strategy.reduce("sum", loss) / strategy.reduce(how, count)
+
+        return descend(params, jax.grad(objective)(params))
+
+    assert outcome(step, params(), *batch_of(strategy)) == right
+
+
 def test_keyword_arguments(strategy):
     x, y = batch_of(strategy)
     step = make_step("sum")

@@ -210,7 +210,8 @@ def largest_change(a: PyTree, b: PyTree) -> float:
         return float("inf")
     if not np.issubdtype(a.dtype, np.inexact):
         return 0.0
-    return _largest(a - b)
+    with np.errstate(invalid="ignore"):  # of two infinities
+        return _largest(a - b)
 
 
 def _largest(x: np.ndarray) -> float:

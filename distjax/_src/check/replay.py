@@ -457,6 +457,7 @@ class _Evaluator(OneDevice):
 
     def __init__(self, emitter: JaxprEmitter, recording: Recording):
         super().__init__(emitter.analysis, emitter.topology.num_replicas)
+        self._plain = OneDevice(emitter.analysis, emitter.topology.num_replicas)
         self._recording, self._options = recording, recording.options
         self._edits_inside: dict[int, dict[int, int]] = {}  # by id of an equation in a loop
         self._is_inside = False
@@ -487,7 +488,10 @@ class _Evaluator(OneDevice):
             return self._answer(eqn, ins, self._options.answers)
         if self._options.constants or self._is_inside:
             ins = self._exchanged(eqn, ins)
-            if next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn):
+            is_one = next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn)
+            # A derivative around `run` needs the rule of a function, which is for its code as it is.
+            has_rule = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+            if is_one or (has_rule and not self._plain._is_special(eqn) and not _draws(eqn)):
                 return jax_compat.bind_equation(eqn, ins)
         return super()._equation(eqn, ins)
 

@@ -489,7 +489,7 @@ class _Evaluator(OneDevice):
         if self._options.constants or self._is_inside:
             ins = self._exchanged(eqn, ins)
             is_one = next(jax_compat.sub_jaxprs(eqn), None) is None and not super()._is_special(eqn)
-            # A derivative around `run` needs the rule of a function, which is for its code as it is.
+            # A derivative around `run` needs the rule of a function: it is for the code as it is.
             has_rule = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
             if is_one or (has_rule and not self._plain._is_special(eqn) and not _draws(eqn)):
                 return jax_compat.bind_equation(eqn, ins)

@@ -132,6 +132,11 @@ def _takes_gradient(frame: SourceFrame) -> bool:
     return frame.is_library and frame.function.rpartition(".")[2] in ("linearize", "vjp")
 
 
+def is_called_in(eqns: Iterable[JaxprEqn], name: str) -> bool:
+    """Returns whether a method of a class of this name makes one of the equations."""
+    return any(frame.function.startswith(f"{name}.") for eqn in eqns for frame in frames_of(eqn))
+
+
 def frames_of(eqn: JaxprEqn) -> Iterator[SourceFrame]:
     """Yields the call stack that made an equation, innermost first."""
     traceback = eqn.source_info.traceback

@@ -328,3 +328,45 @@ def test_what_is_excused_is_told_beside_what_is_wrong(strategy):
     found = findings_of(step, params(), *batch_of(strategy), strategy=strategy)
     [note] = [f for f in found if f.level == "note"]
     assert "[1] (a number in the code that is R, or 1 / R)" in note.text
+
+
+def test_values_that_differ_by_factors_of_their_own_are_told_with_them(strategy):
+    def step(params, x, y):
+        grads = lax.psum(jax.grad(loss_of)(params, x, y), AXIS)
+        return {"w": params["w"] - 0.1 * grads["w"], "b": params["b"] - 0.1 * grads["b"] ** 2}
+
+    text = finding_of(step, params(), *batch_of(strategy), strategy=strategy).text
+    assert "Got: ['b'] differs by the factor 16, ['w'] differs by the factor 4.\n" in text
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_statistics_of_a_batch_norm(strategy, library):
+    flax = pytest.importorskip(f"flax.{library}")
+
+    def make(axis_name=None):
+        if library == "nnx":
+            return lambda x: flax.BatchNorm(3, axis_name=axis_name, rngs=flax.Rngs(0))(x)
+        norm = flax.BatchNorm(use_running_average=False, axis_name=axis_name)
+        variables = norm.init(jax.random.key(0), X)
+        return lambda x: norm.apply(variables, x, mutable=["batch_stats"])[0]
+
+    def step_with(norm, reason=None):
+        def step(w, x):
+            def loss(w):
+                if reason is None:
+                    return jnp.mean((norm(x) @ w - 1) ** 2)
+                with dj.expect(reason):
+                    rows = norm(x)
+                return jnp.mean((rows @ w - 1) ** 2)
+
+            return w - 0.1 * lax.pmean(jax.grad(loss)(w), AXIS)
+
+        return step
+
+    (x,) = batch_of(strategy, X)
+    given = {"strategy": strategy}
+    text = finding_of(step_with(make()), jnp.ones(3), x, **given).text
+    assert "Fix: BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all" in text
+    assert "with dj.expect(reason) around its call" in text
+    assert is_right(step_with(make(strategy.axis_name)), jnp.ones(3), x, **given)
+    assert is_right(step_with(make(), "local statistics"), jnp.ones(3), x, **given)

@@ -417,6 +417,27 @@ def test_a_module_fits_a_screen():
     assert sum("all-reduce" in line for line in whole) > 18 and len(whole) > 150
 
 
+class Tied(nnx.Module):
+    """A module that has a part twice, as `nnx.SpectralNorm` has the layer that it normalizes."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.again = nnx.Sequential(self.dense)
+
+    def __call__(self, x):
+        return self.again(self.dense(x))
+
+
+def test_a_part_that_is_shared_stays_one():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    model = Tied(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    (x,) = strategy.distribute_dataset([np.ones((4, 8), np.float32)])
+    found = dj.explain(train, model, optimizer, x, strategy=strategy)
+    assert found.written_counts["all-reduce"].num_ops == 2  # of a kernel and a bias
+    assert model.again.layers[0] is model.dense
+
+
 def test_full_and_the_name_of_a_partial(pair):
     def step(scale, x):
         return scale * x

@@ -63,6 +63,20 @@ def of_optax(s, x):
     s.run(step, args=(w, tx.init(w), x))
 
 
+def of_modules(s, x):
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+    model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    metric = nnx.metrics.Average("loss")  # only the first replica has what it counted before
+
+    def step(model, optimizer, metric, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        metric.update(loss=loss)
+        optimizer.update(model, ctx().all_reduce("mean", grads))
+
+    s.run(step, args=(model, optimizer, metric, x))
+
+
 def in_a_loop(s, x):
     def step(w, x):
         return jax.lax.fori_loop(0, 2, lambda i, w: sgd(w, x), w)
@@ -70,7 +84,7 @@ def in_a_loop(s, x):
     s.run(step, args=(jnp.ones(3), x))
 
 
-STEPS = [of_arguments, of_a_variable, of_an_optimizer, of_optax, in_a_loop]
+STEPS = [of_arguments, of_a_variable, of_an_optimizer, of_optax, of_modules, in_a_loop]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -119,6 +133,18 @@ def own_rows(s):
     s.run(step, args=(jnp.ones(3), batch()))
 
 
+def own_dropout(s):
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, ctx().all_reduce("mean", grads))
+
+    s.run(step, args=(model, optimizer, batch()))
+
+
 def own_rows_under_jit(s):
     (x,) = s.distribute_dataset([batch()])
     s.jit(lambda x, w: sgd(w, x))(x, jnp.ones(3))
@@ -160,6 +186,7 @@ def a_counter(s):
     [
         own_data,
         own_rows,
+        own_dropout,
         own_rows_under_jit,
         without_a_batch,
         a_rate,

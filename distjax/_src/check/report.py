@@ -36,10 +36,7 @@ def finding(
     made = None if where is None or where.made_by is None else where.made_by.told
     if fix is not None and (line == UNKNOWN or fix.line not in (made, UNKNOWN)):
         line = fix.line  # elsewhere than it seemed
-    names = ", ".join(_named(d) for d in wrong[:4]) + (
-        f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    )
-    got = f"{names}{_factor(wrong, count)}"
+    got = _differing(wrong)
     if is_redrawn:
         got += ", with other zeros and ones in the masks of the batch"
     text = message(
@@ -55,6 +52,11 @@ def _usual_fix(where: Break | None) -> str:
     """Returns what mostly helps, where no fix that was tried did."""
     if where is not None and where.node.name in DRAWS:
         return "key = dj.get_replica_context().fold_in(key), where rows need numbers of their own"
+    if where is not None and user_lines.is_called_in(where.node.eqns, "BatchNorm"):
+        return (
+            "BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all replicas' "
+            "examples; for those of its own on each replica: with dj.expect(reason) around its call"
+        )
     return "reduce sums and counts, and compute what is not linear from the totals"
 
 
@@ -87,15 +89,17 @@ def _clearest(breaks: Sequence[Break]) -> Break | None:
     return min(breaks, key=rank, default=None)
 
 
-def _named(d: Difference) -> str:
-    return f"{d.value.name or 'the result'} {d.what}"
-
-
-def _factor(wrong: Sequence[Difference], count: int) -> str:
-    factors = [d.factor for d in wrong if np.isfinite(d.factor)]
-    if not factors:
-        return ""
-    return f", by the factor {np.median(factors):.4g}"
+def _differing(wrong: Sequence[Difference]) -> str:
+    """Returns what differs, with the factor: one for all, or that of each value that has one."""
+    factors = [d.factor for d in wrong]
+    is_one = np.ptp(factors) <= 0.02 * np.max(np.abs(factors))  # not with a NaN among them
+    named = [f"{d.value.name or 'the result'} {d.what}" for d in wrong[:4]]
+    if not is_one:
+        pairs = zip(named, factors, strict=False)
+        named = [f"{x} by the factor {f:.4g}" if np.isfinite(f) else x for x, f in pairs]
+    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    shared = f", by the factor {np.median(factors):.4g}" if is_one else ""
+    return f"{', '.join(named)}{more}{shared}"
 
 
 #: What is wrong where a term does not fit, by what would make it fit.

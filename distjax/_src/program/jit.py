@@ -525,13 +525,16 @@ def _is_one_argument(value: object) -> bool:
 
 
 def place_arguments(topology: Topology, tree: PyTree) -> Any:
-    """Returns the arguments of `run`, with arrays moved to the strategy's devices."""
+    """Returns the arguments of `run`, with arrays moved to the strategy's devices.
+
+    Objects with state are handed on as they are: a tree map would part what they share.
+    """
     devices = set(topology.devices)
 
     def place(leaf: PyTree) -> Any:
         return transfer(leaf, topology.mirrored) if is_elsewhere(leaf, devices) else leaf
 
-    return jax.tree.map(place, tree, is_leaf=is_per_replica)
+    return jax.tree.map(place, tree, is_leaf=lambda x: is_per_replica(x) or is_stateful(x))
 
 
 def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Program:

@@ -177,7 +177,11 @@ def test_it_starts_again_and_keeps_all_logs(launch):
 
 #: What one process does at each attempt, the number of attempts, and why there is no other.
 RESTARTS = {
-    "the same error": ("raise ValueError('mine')", 2, "the same error twice, and no step between"),
+    "the same error": (
+        "raise ValueError('mine')",
+        2,
+        "the same error twice, without a new checkpoint",
+    ),
     "another error": ("raise ValueError(A)", 4, "--max-restarts is 3"),
     "differs": ("os._exit(77)", 1, "no restart helps after 77"),
     "cannot start": ("os._exit(78)", 1, "no restart helps after 78"),
@@ -204,6 +208,11 @@ def test_restarts_are_bounded_and_only_where_they_help(name, launch):
     assert len(events_of(results, "started")) == attempts, err
     assert (code == 0) == (why is None)
     assert why is None or f"[launch] not restarted: {why}; exit code {code}" in err
+    if name == "progress":
+        assert "[launch]   killed by SIGKILL, as happens when memory runs out" in err
+        assert "[launch] restart 1 of 3; the last checkpoint reported is step 1\n" in err
+    if name == "preempted":
+        assert "[launch] another attempt, not counted as a restart" in err
 
 
 def test_a_script_that_does_not_join_is_an_error_of_the_job(launch, monkeypatch):

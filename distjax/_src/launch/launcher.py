@@ -54,7 +54,7 @@ _ERROR = re.compile(
 
 #: What is said of a process that a signal has ended.
 _ENDS = {128 + number: f"ended by {number.name}" for number in signal.Signals} | {
-    137: "killed, as the system does when memory runs out",
+    137: "killed by SIGKILL, as happens when memory runs out",
     _ABORTED: "aborted, as JAX does when another process is lost",
 }
 
@@ -253,8 +253,10 @@ class Launcher:
                 if what:
                     self._say(f"not restarted: {what}; exit code {code}")
                 return code
-            step = f"; the latest step is {self._best_step}" if self._best_step >= 0 else ""
-            self._say(what + step)
+            last = self._best_step
+            self._say(
+                what + (f"; the last checkpoint reported is step {last}" if last >= 0 else "")
+            )
             attempt, former = attempt + 1, self.failure
 
     def _decide(self, cause: Failure | None, former: Failure | None) -> tuple[bool, str]:
@@ -267,12 +269,12 @@ class Launcher:
         code, most = cause.code, self._options.max_restarts
         if code == PREEMPTED and self._preemptions < _MAX_PREEMPTIONS:
             self._preemptions += 1
-            return True, "another attempt, which is no restart"
+            return True, "another attempt, not counted as a restart"
         if code not in _RESTARTED and code <= 128:
             return False, f"no restart helps after {code}"
         same = former is not None and (former.process, former.error) == (cause.process, cause.error)
         if same and code == UNCAUGHT:
-            return False, "the same error twice, and no step between"
+            return False, "the same error twice, without a new checkpoint"
         if self._restarts >= most:
             return False, f"--max-restarts is {most}"
         self._restarts += 1

@@ -19,7 +19,11 @@ from distjax._src.typing import PyTree
 
 
 class Event(list[Callable[..., Any]]):
-    """The functions to call at an event: those of layers, then those that listen in this thread."""
+    """The functions to call at an event: those of layers, then those that listen in this thread.
+
+    ``if event`` asks for the layers' alone, which is cheap: code on the path of every call asks so,
+    and nobody can listen there for a block (`listening`).
+    """
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         yield from super().__iter__()

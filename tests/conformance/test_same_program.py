@@ -10,7 +10,8 @@ import pytest
 import distjax as dj
 from tests.conftest import SAME_PROGRAM, STRATEGIES
 
-NONE, SUM, MEAN, FIRST = dj.VariableAggregation
+SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
+FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
 ON_READ = dj.VariableSynchronization.ON_READ
 
 

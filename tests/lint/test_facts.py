@@ -276,6 +276,10 @@ TRAPS = [
     weighted_by_the_local_count,
     variances_within_and_between,
     law_of_total_variance,
+]
+
+#: Those with a factor that is, or has to do with, the number of replicas.
+FACTORS = [
     critic_with_a_bias,
     weighted_shares,
     rate_over_the_replicas,
@@ -286,12 +290,12 @@ TRAPS = [
 ]
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("trap", TRAPS + FACTORS, ids=lambda trap: trap.__name__)
 def test_what_only_looks_wrong_is_silent(two, trap):
     require_silence(two, trap(two), weights(), inputs(two))
 
 
-@pytest.mark.parametrize("trap", TRAPS[-7:], ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("trap", FACTORS, ids=lambda trap: trap.__name__)
 def test_factors_are_told_from_the_number_of_replicas(trap):
     for num_replicas in (3, 4, 8):
         strategy = dj.VirtualStrategy(num_replicas)

@@ -21,7 +21,7 @@ from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
 from distjax._src.variables.conversion import cast
 from distjax._src.variables.layouts import PartitionedLayout
-from distjax._src.variables.policy import Combine
+from distjax._src.variables.policy import OTHER_AGGREGATIONS, Combine
 from distjax._src.variables.variable import Variable
 from distjax.errors import AggregationError, CheckpointError, describe_value, require
 
@@ -160,7 +160,7 @@ class VariableLeaf(Leaf):
             got=f"ON_READ with aggregation NONE, at key {self.key!r}",
             why="a checkpoint holds one value per variable, so that it fits any number of "
             "replicas, and nothing says how the components combine",
-            fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+            fix=f"aggregation=dj.VariableAggregation.SUM {OTHER_AGGREGATIONS}; or "
             "leave it out of the tree",
             error=AggregationError,
         )

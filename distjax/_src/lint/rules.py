@@ -121,6 +121,10 @@ def divide_by_replicas(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
+    """Returns the fact of a variable's new value, where its write uses a `psum`.
+
+    So do SUM, MEAN and ONLY_FIRST_REPLICA, which adds zeros to the first replica's value.
+    """
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
         return _as_written(x._replace(differs=False))

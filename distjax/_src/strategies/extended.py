@@ -310,7 +310,12 @@ class StrategyExtended:
 
     @_off_user_mesh
     def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
-        """Creates a variable by this strategy's policy; called by `Variable`."""
+        """Creates a variable by this strategy's policy; called by `Variable`.
+
+        A function that creates variables in a trace is traced again, and then gets those of the
+        first trace: what an override counts or remembers is that of a new variable only if it was
+        not in `variables` before.
+        """
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable

@@ -19,7 +19,7 @@ from distjax.errors import message, require
 class Combine(enum.Enum):
     """How several replicas' values combine, or how one value applies to all copies.
 
-    SUM and MEAN are those of `ReduceOp`, by name.
+    SUM and MEAN are those of `ReduceOp`, by name; for others `ops.combine` has a branch each.
     """
 
     REFUSE = "refuse"
@@ -51,6 +51,9 @@ class Policy:
     cross_add: Combine
     merges: bool = False
 
+
+#: What errors suggest beside SUM.
+OTHER_AGGREGATIONS = "(or MEAN, ONLY_FIRST_REPLICA)"
 
 _W, _R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _A, _C = VariableAggregation, Combine

@@ -43,7 +43,7 @@ from distjax._src.typing import (
 from distjax._src.variables.conversion import Array, convert, is_number, module_of
 from distjax._src.variables.description import VariableDescription, as_html_table, describe_stored
 from distjax._src.variables.layouts import Layout, VariablePlacement, in_force
-from distjax._src.variables.policy import PLAIN, Combine, Policy, resolve_modes
+from distjax._src.variables.policy import OTHER_AGGREGATIONS, PLAIN, Combine, Policy, resolve_modes
 from distjax._src.variables.state import TraceState, leak_text
 from distjax._src.variables.storage import StoredArray, VariableLock
 from distjax.errors import (
@@ -519,7 +519,7 @@ def _aggregate(variable: Variable, stored: jax.Array) -> jax.Array:
         got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
         why=f"its {variable.layout.num_copies} components differ and no aggregation says how to "
         "combine them",
-        fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+        fix=f"aggregation=dj.VariableAggregation.SUM {OTHER_AGGREGATIONS}; or "
         "look at v.local_results()",
         error=AggregationError,
     )
@@ -717,8 +717,8 @@ def no_aggregation_text(variable: Variable, method: str) -> str:
         f"in a replica context ({method})",
         got="aggregation NONE",
         why="each replica would write a value of its own and the mirrored copies would diverge",
-        fix="dj.Variable(..., aggregation=dj.VariableAggregation.SUM) (or MEAN, "
-        "ONLY_FIRST_REPLICA), or write it in cross-replica context: "
+        fix="dj.Variable(..., aggregation=dj.VariableAggregation.SUM) "
+        f"{OTHER_AGGREGATIONS}, or write it in cross-replica context: "
         f"ctx.merge_call(lambda strategy, x: v.{method}(strategy.reduce('sum', x)), args=(x,))",
     )
 

@@ -123,7 +123,11 @@ def _raise_in_merge(script: Any, names: Any, total: Any, error: Any) -> None:
 
 
 def _raise_later(script: Any, names: Any, total: Any, error: Any) -> None:
+    """What a call that raises has made has no value: the next one makes it anew."""
+    is_new = "later" not in script.late
     _later(script, names, total, error)
+    if is_new:
+        del script.late["later"]
     raise error("raise_later")
 
 

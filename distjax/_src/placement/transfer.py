@@ -120,7 +120,8 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
     rows: dict[int, Any] = {}
     for shard in jax_compat.shards_of(stacked):
         first, *rest = shard.index
-        is_whole = all(_covers(s, size) for s, size in zip(rest, stacked.shape[1:], strict=True))
+        sizes = zip(rest, stacked.shape[1:])  # noqa: B905 - of keys, `rest` goes on into their data
+        is_whole = all(_covers(s, size) for s, size in sizes)
         for offset in range(shard.data.shape[0]) if is_whole else ():
             rows.setdefault((first.start or 0) + offset, shard.data[offset])
     return {replica: rows[replica] for replica in topology.local_replicas if replica in rows}

@@ -132,9 +132,6 @@ OTHER_COUNTS = {
     *("central1", "central2", "central8", "two_each1", "two_each3"),
 }
 
-#: Rows over which laws are called eager and inside `dj.jit`: one of each way to keep variables.
-BOTH_WAYS = {"default", "mirrored3", "virtual3", "parameters3", "central3", "servers", *SPANNING}
-
 #: Laws that are not those of parameter servers, and why.
 NOT_AT_SERVERS = {
     **dict.fromkeys(
@@ -185,10 +182,7 @@ def pytest_generate_tests(metafunc):
             first = zlib.crc32(metafunc.function.__name__.encode()) % 2
             rows = [PAIR[first], PAIR[not first]]
     if _asks_for(metafunc, "how"):
-        if names == ["strategy"] and folder == "conformance":
-            first = zlib.crc32(metafunc.function.__name__.encode()) % 2
-            names, rows = [*names, "how"], _of_laws(rows, first)
-        elif not names or folder in OF_REPLICAS:
+        if not names or folder in OF_REPLICAS:
             metafunc.parametrize("how", list(HOW), indirect=True)
         else:
             names, rows = [*names, "how"], _with_how(names, rows)
@@ -199,18 +193,6 @@ def pytest_generate_tests(metafunc):
         rows = [row if isinstance(row, tuple) else (row,) for row in rows]
         rows = [pytest.param(*row, marks=marks) for row in rows]
         metafunc.parametrize(names, rows, indirect=True)
-
-
-def _of_laws(rows, first):
-    """Returns rows with how each is called: both ways those that `BOTH_WAYS` names.
-
-    Of the others a law asks one way of a row and the other way of the next one, and another law
-    the other way round, so that each row is called in both.
-    """
-    by_turns = [row for row in rows if row not in BOTH_WAYS]
-    ways = [[*HOW][(first + i) % 2] for i in range(len(by_turns))]
-    both = itertools.product([row for row in rows if row in BOTH_WAYS], HOW)
-    return [*both, *zip(by_turns, ways, strict=True)]
 
 
 def _with_how(names, rows):

@@ -43,7 +43,7 @@ def test_a_finding_has_level_rule_line_and_cure(pair):
     assert (finding.level, finding.rule) == ("warning", "state that comes back different")
     assert finding.source.startswith(line_of(__file__, "the run"))
     lines = str(info.value).splitlines()
-    assert lines[0].endswith("step needs to be a step in which dj.check finds nothing.")
+    assert lines[0].endswith("step needs to pass dj.check.")
     assert lines[1:4] == [
         "  Got: 1 warning.",
         "  Why: such steps train, but not as one device with the whole batch would.",

@@ -106,7 +106,7 @@ def check(
       ...     return w - 0.1 * jax.lax.psum(jnp.mean(x), "replica")
       >>> dj.check(step, jnp.float32(1.0), batch, strategy=strategy)
       Traceback (most recent call last):
-      distjax.errors.CheckError: step needs to be a step in which dj.check finds nothing...
+      distjax.errors.CheckError: step needs to pass dj.check...
     """
     _require_checkable(fn, strategy, "check")
     if rules_only or isinstance(strategy, CutsSteps):

@@ -157,7 +157,7 @@ def describe(name: str, found: Sequence[Finding]) -> str:
     found = sorted(found, key=lambda f: _LEVELS.index(f.level))
     counts = Counter(f.level for f in found)
     text = message(
-        f"{name} needs to be a step in which dj.check finds nothing",
+        f"{name} needs to pass dj.check",
         got=", ".join(f"{n} {level}{'s' if n > 1 else ''}" for level, n in counts.items()),
         why="such steps train, but not as one device with the whole batch would",
         fix="as each finding says; or, where it is meant: with dj.expect(reason)",

@@ -1,10 +1,13 @@
 """Programs of two threads step the same variables in turn: no step is lost, none waits for ever."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import distjax as dj
+from distjax._src.variables.storage import StoredArray
 from tests.own_threads import in_threads
 
 SUM = dj.VariableAggregation.SUM
@@ -45,6 +48,33 @@ def test_in_opposite_orders(owner, switch_often):
     total = 2 * NUM_STEPS * owner.num_replicas_in_sync
     assert a.value.tolist() == b.value.tolist() == [total] * 2
     assert max(max(pair) for pair in seen) <= total
+
+
+def test_of_which_one_is_traced_as_the_other_steps(owner, monkeypatch):
+    """The trace looks at the array of a variable, which the step donates as soon as it may."""
+    with owner.scope():
+        v = dj.Variable(jnp.zeros(2), aggregation=SUM)
+
+    def step():
+        v.assign_add(jnp.ones(2))
+
+    for _ in range(2):
+        owner.run(step)
+    stepping = threading.Thread(target=owner.run, args=(step,))
+    read = StoredArray.read
+
+    def read_and_let_step(stored):
+        array = read(stored)
+        if stepping.ident is None:
+            stepping.start()
+            stepping.join(0.5)  # it waits for this thread, or else is done at once
+        return array
+
+    monkeypatch.setattr(StoredArray, "read", read_and_let_step)
+    traced = owner.run(lambda: v.value.sum())
+    stepping.join(60)
+    replicas = owner.num_replicas_in_sync
+    assert float(traced) in (4 * replicas, 6 * replicas) and v.value.tolist() == [3 * replicas] * 2
 
 
 def test_of_which_each_has_a_variable_of_its_own(owner, switch_often):

@@ -147,12 +147,14 @@ class StoredArray:
 
     def require(self) -> jax.Array:
         """Like `read`, but raises an error that names the variable and says why there is none."""
-        array = self.read()
-        if array is None:
-            raise ContextError(_lost_text(self.name) if self.is_lost else _unmade_text(self.name))
-        if array.is_deleted():
-            raise RuntimeError(_deleted_text(self.name))
-        return array
+        with self.lock:  # else another thread's launch may donate it between the two looks
+            array = self.read()
+            if array is None:
+                text = _lost_text(self.name) if self.is_lost else _unmade_text(self.name)
+                raise ContextError(text)
+            if array.is_deleted():
+                raise RuntimeError(_deleted_text(self.name))
+            return array
 
     def require_made(self) -> None:
         """Raises as `require` does if there is no array."""

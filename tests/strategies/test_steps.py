@@ -172,6 +172,21 @@ def test_any_iterator_may_end_with_a_smaller_element():
         sum_steps(iterator, 1)
 
 
+def test_any_iterator_may_give_batches_of_a_distributed_dataset(strategy):
+    dataset = strategy.distribute_dataset([{"x": np.full(24, i, np.int32)} for i in (1, 2, 3)])
+    counted = (batch for batch in dataset)
+
+    def step(context, batch):
+        summed = strategy.run(lambda batch: batch["x"].sum(), args=(batch,))
+        context.set_last_step_output("x", summed, reduce_op="sum")
+
+    outputs = [
+        strategy.extended.run_steps_on_iterator(step, counted, 2).last_step_outputs["x"]
+        for _ in range(2)
+    ]
+    assert outputs == [48, 72]
+
+
 def test_elements_before_an_error_of_any_iterator_are_used():
     def source():
         yield from [np.ones(4, np.int32), np.ones(4, np.int32)]

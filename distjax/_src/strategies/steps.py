@@ -8,9 +8,10 @@ step are not known before it is traced, so it is first traced for their shapes: 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from distjax._src import traces
 from distjax._src.collectives.ops import as_reduce_op
 from distjax._src.context import StrategyLike, frames
-from distjax._src.data.input_layout import InputLayout, Steps
+from distjax._src.data.input_layout import InputLayout
 from distjax._src.data.iterator import DistributedIterator
 from distjax._src.placement import is_per_replica, require_held
 from distjax._src.program.functions import FunctionCache
@@ -197,7 +198,29 @@ def _require_arrays(output: PyTree, name: str) -> None:
             )
 
 
-def _stack_steps(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
+@dataclasses.dataclass(frozen=True)
+class _GivenLayout:
+    """How elements of the user's own iterator are built of their arrays.
+
+    Some may be PerReplicas: those of a distributed dataset, by way of a generator or tqdm.
+    """
+
+    structure: Any
+
+    def as_element(self, arrays: list[Any]) -> Any:
+        """Returns one step's slices as an element."""
+        return jax.tree.unflatten(self.structure, arrays)
+
+
+class _GivenSteps(NamedTuple):
+    """As `Steps`, for elements of the user's own iterator."""
+
+    num_steps: int
+    arrays: list[Any]
+    layout: _GivenLayout
+
+
+def _stack_steps(iterator: Iterator[PyTree], num_steps: int) -> Iterator[_GivenSteps]:
     """Yields the next `num_steps` elements of any iterator, stacked while their shapes are equal.
 
     If the iterator raises, the elements before come first.
@@ -225,12 +248,15 @@ def _form(element: PyTree) -> Any:
     return structure, [(x.shape, x.dtype) for x in leaves]
 
 
-def _as_steps(elements: list[Any]) -> Steps:
-    arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *elements)
-    return Steps(len(elements), arrays, InputLayout(None))
+def _as_steps(elements: list[Any]) -> _GivenSteps:
+    unwrapped = [jax.tree.leaves(element) for element in elements]
+    arrays = [jnp.stack(leaves) for leaves in zip(*unwrapped, strict=True)]
+    return _GivenSteps(len(elements), arrays, _GivenLayout(jax.tree.structure(elements[0])))
 
 
-def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: PyTree) -> Any:
+def _loop(
+    fn: Callable[..., Any], layout: InputLayout | _GivenLayout, arrays: PyTree, initial: PyTree
+) -> Any:
     """Emits the loop into the current trace; returns the outputs of the last step."""
     others: dict[str, Any] = {}
 

@@ -261,8 +261,8 @@ def _python_number_text(variable: ReferenceVariable, method: str, value: object)
         f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
         got=f"the Python number {value!r}",
         why="it is the same object on every replica: unclear whether it is to be summed",
-        fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas; to count steps: "
-        "aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA",
+        fix="aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA for a count of steps; "
+        f"{method}(jnp.asarray({value!r})) to add it once for each replica",
     )
 
 

@@ -600,8 +600,8 @@ def _combine_in_replica(
                 "reduced with the given reduce op ReduceOp.SUM",
                 why="it is the same object on every replica, so it is unclear whether it is to be "
                 "summed",
-                fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas; to count "
-                "steps: aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA",
+                fix="aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA for a count of steps; "
+                f"{method}(jnp.asarray({value!r})) to add it once for each replica",
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)

@@ -155,18 +155,14 @@ def as_in_a_shell(code: int) -> int:
 
 def output() -> Callable[[int, bytes], None]:
     """Returns what writes to stdout, from any thread, a line of a process, behind its id."""
-    lock, file, is_open = threading.Lock(), sys.stdout.fileno(), True
+    lock, file = threading.Lock(), sys.stdout.fileno()
     os.set_blocking(file, True)  # else what does not fit into a pipe is lost
 
     def show(process: int, line: bytes) -> None:
-        nonlocal is_open
         whole = b"[%d] %b\n" % (process, line)
-        with lock:
-            try:
-                while whole and is_open:
-                    whole = whole[os.write(file, whole) :]
-            except OSError:  # nobody reads any more: the logs have all of it
-                is_open = False
+        with lock, contextlib.suppress(OSError):  # nobody reads any more: the logs have all of it
+            while whole:
+                whole = whole[os.write(file, whole) :]
 
     return show
 
@@ -188,7 +184,8 @@ def be_init(argv: Sequence[str]) -> int:
 
     Process 1 reaps what nobody else waits for.
     """
-    child = subprocess.Popen([sys.executable, "-m", "distjax", *argv])
+    # In a group of its own, else it would hear a Ctrl-C twice: from the terminal, too.
+    child = subprocess.Popen([sys.executable, "-m", "distjax", *argv], process_group=0)
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     while True:

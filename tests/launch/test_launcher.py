@@ -74,6 +74,26 @@ def test_no_line_is_broken_or_lost(tmp_path, capfdbinary):
     assert len(lines) == 3 * 10_002 + 1
 
 
+def test_half_a_line_is_in_the_log(launch):
+    """What a process that hangs was about to do."""
+    script = (
+        "print('loading', end='', flush=True)\n"
+        "log = os.environ['DISTJAX_RESULT_DIR'] + f'/attempt-0/process-{I}.log'\n"
+        "while open(log).read() != 'loading': time.sleep(0.01)\n"
+    )
+    code, out, _, _ = launch(script, "--processes", 1)
+    assert (code, out) == (0, "[0] loading\n")
+
+
+def test_a_long_line_is_shown_in_parts(launch):
+    """A process that never ends a line must not fill the launcher's memory."""
+    _, out, _, results = launch("sys.stdout.write('x' * 3_000_000)", "--processes", 1)
+    lines = out.splitlines()
+    assert "".join(line.removeprefix("[0] ") for line in lines) == "x" * 3_000_000
+    assert 1 < len(lines) < 5
+    assert (results / "attempt-0/process-0.log").stat().st_size == 3_000_000
+
+
 def test_a_reader_that_has_gone_stops_nothing(tmp_path):
     (tmp_path / "script.py").write_text("for n in range(30_000): print(n)")
     command = f"{sys.executable} -m distjax launch --processes 1 --result-dir {tmp_path / 'r'} "
@@ -220,8 +240,7 @@ def test_what_it_said_last_is_told(launch, tmp_path, capfd):
     assert "No module named no_such_module\n" in err
 
 
-def test_a_script_that_does_not_join_is_an_error_of_the_job(launch, monkeypatch):
-    monkeypatch.setattr(launcher, "_UNJOINED_SECONDS", 0.2)
+def test_a_script_that_does_not_join_is_an_error_of_the_job(launch):
     script = "import os, time\nif os.environ['DISTJAX_PROCESS_ID'] == '1': time.sleep(60)"
     code, _, err, _ = launch("print(1)", "--processes", 2, preamble="")
     assert code == 78
@@ -253,6 +272,10 @@ def test_without_a_directory_there_is_one_while_something_failed(tmp_path, capfd
     (kept,) = set(tmp_path.iterdir()) - {script}
     assert (kept / "attempt-0/process-0.log").exists()
     assert f"logs: {kept}/attempt-0/process-0.log" in capfd.readouterr().err
+    shutil.rmtree(kept)
+    script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()")
+    assert launcher.main(["--processes", "1", str(script)]) == 143
+    assert list(tmp_path.iterdir()) == [script]
 
 
 # -- signals ---------------------------------------------------------------------
@@ -443,6 +466,14 @@ def test_a_module_and_several_machines_in_a_dry_run(tmp_path, capfd):
     first, second = capfd.readouterr().out.splitlines()
     assert "DISTJAX_COORDINATOR='[::1]:99' DISTJAX_NUM_PROCESSES=4 DISTJAX_PROCESS_ID=2" in first
     assert "DISTJAX_PROCESS_ID=3" in second and second.endswith(" -m json.tool --sort-keys")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_process_0_tells_other_machines_what_has_failed(nodes, launch):
+    script = "if I == 1: sys.exit(70)\ntime.sleep(0.5)\nprint('told them')\n"
+    options = ("--processes", 2, "--nodes", nodes, "--coordinator", "127.0.0.1:9")
+    code, out, _, _ = launch(script, *options)
+    assert code == 70 and ("[0] told them\n" in out) == (nodes == 2)
 
 
 def test_each_machine_has_its_own_folder(launch):

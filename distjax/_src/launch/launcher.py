@@ -38,10 +38,10 @@ _ABORTED = 128 + signal.SIGABRT
 #: After these, and after signals, another attempt may help; 137 is also memory that ran out.
 _RESTARTED = (UNCAUGHT, PEER_LOST, STUCK, 137)
 #: After these the others are about to say why, and one of them may be the cause: they have this
-#: long to end by themselves. After other codes they are killed at once.
+#: long to end by themselves. After other codes they are killed at once, but where there are other
+#: machines: process 0 tells those what has failed before it ends.
 _FOLLOWED = (PEER_LOST, STUCK, DIFFERENT, _ABORTED)
 _FOLLOW_SECONDS = 2.0
-_UNJOINED_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 #: More relaunches after preemptions without a new step are a loop.
 _MAX_PREEMPTIONS = 100
@@ -160,8 +160,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--node-rank", metavar="I", help="which of them this is (0)")
     add("--coordinator", metavar="HOST:PORT", type=str, help="where process 0 listens")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
-    for name, shown in ("-m", "MODULE"), ("script", "SCRIPT"):  # all that follows is its own
-        parser.add_argument(name, nargs=argparse.REMAINDER, metavar=shown)
+    for name, text in ("-m", "a module"), ("script", "a file"):  # what follows is the program's
+        parser.add_argument(name, nargs=argparse.REMAINDER, help=f"{text}, and its arguments")
     found = vars(parser.parse_args(argv))
     as_option = lambda name: "--" + name.replace("_", "-")
     for name, value in found.items():
@@ -349,9 +349,10 @@ class Launcher:
         if event.code == PREEMPTED:
             return self._options.grace_seconds
         if event.code != 0:
-            return _FOLLOW_SECONDS if event.code in _FOLLOWED else 0.0
+            is_followed = event.code in _FOLLOWED or self._options.nodes > 1
+            return _FOLLOW_SECONDS if is_followed else 0.0
         has_joined = _has_joined(self._told(attempt), event.process, self._options)
-        return math.inf if has_joined else _UNJOINED_SECONDS
+        return math.inf if has_joined else 0.0
 
     def _told(self, attempt: int) -> list[dict[str, Any]]:
         """Returns the events of an attempt."""
@@ -484,7 +485,7 @@ def main(argv: Sequence[str]) -> int:
     launcher = Launcher(options, directory, output(), _say)
     with signals_to(launcher.queue):
         code = launcher.run()
-    if options.result_dir is None and code == 0:
+    if options.result_dir is None and launcher.failure is None:
         shutil.rmtree(directory, ignore_errors=True)
     return code
 

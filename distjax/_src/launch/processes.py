@@ -2,8 +2,8 @@
 
 Each is the leader of a process group of its own, so that a Ctrl-C at the terminal reaches only the
 launcher, and all that a process has started can be killed with it. One thread per process copies
-what it says, line by line, to its log and to the launcher's output. Another waits for its end. The
-main thread takes ends and signals from one queue.
+what it says to its log, and by lines to the launcher's output. Another waits for its end. The main
+thread takes ends and signals from one queue.
 
 If the launcher is killed, a *guard* kills the groups on its list: a process that holds the other
 end of a pipe of the launcher's, which closes with it on every system. (Linux could kill the
@@ -13,6 +13,7 @@ launcher's children, but not what these have started; macOS has no such signal.)
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -132,13 +133,19 @@ class Processes:
         self._events.put(Ended(process, as_in_a_shell(code), state))
 
     def _read(self, process: int, log: BinaryIO) -> None:
-        pipe = self._all[process].stdout
-        assert pipe is not None
+        pipe, rest = self._all[process].stdout, b""
+        assert isinstance(pipe, io.BufferedReader)
         with pipe, log:
-            while line := pipe.readline(_MAX_LINE):
+            while said := pipe.read1():  # as soon as it is said: a hung process may be in a line
                 with contextlib.suppress(OSError):  # a full disk must not stop the process
-                    log.write(line)
-                self._show(process, line.removesuffix(b"\n"))
+                    log.write(said)
+                *lines, rest = (rest + said).split(b"\n")
+                if len(rest) > _MAX_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._show(process, line)
+            if rest:
+                self._show(process, rest)
 
 
 def _state_of(pid: int) -> str:

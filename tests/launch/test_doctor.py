@@ -44,6 +44,12 @@ def test_what_is_wrong_has_a_cure(capsys, tmp_path, monkeypatch):
     assert "does not see process 0's file in " in text and "All is well." not in text
 
 
+def test_links_between_accelerators_are_not_those_of_sockets(monkeypatch):
+    assert doctor._loopback_speed() > 0
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert doctor._loopback_speed() is None
+
+
 def test_a_job_that_does_not_start(capsys, monkeypatch):
     code = "import sys; sys.exit('no disk')"
     monkeypatch.setattr(doctor, "Options", lambda command, count: make(("-c", code), count))

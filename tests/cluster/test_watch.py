@@ -122,6 +122,21 @@ def test_another_order_is_found_however_far_ahead_one_is(who, steps):
     assert who == 0 or others in text
 
 
+def test_who_has_called_exit_keeps_its_code(monkeypatch):
+    """The others end with 77, whoever finds the difference first."""
+    (ledger, other), (second, each) = make_processes(2)
+    launch(ledger, TRAIN)
+    launch(second, EVALUATE)
+    other.look(0.0)
+    ended = []
+    monkeypatch.setattr(
+        watch, "leave", lambda joined, code, text, others: ended.extend([code, others])
+    )
+    monkeypatch.setattr(each, "_exit_status", lambda: 3)
+    each.look(0.0)
+    assert ended == [3, 77]
+
+
 @pytest.mark.parametrize(
     "what, shown", [("arguments", "train of arguments"), ("program", "train, program")]
 )

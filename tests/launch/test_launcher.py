@@ -19,8 +19,7 @@ from distjax._src.launch.launcher import (
     Launcher,
     Options,
     find_cause,
-    hold_port,
-    last_traceback,
+    last_words,
 )
 from distjax._src.launch.processes import Ended, signals_to
 
@@ -73,6 +72,26 @@ def test_no_line_is_broken_or_lost(tmp_path, capfdbinary):
         log = (tmp_path / "r" / "attempt-0" / f"process-{i}.log").read_bytes()
         assert log.split(b"\n") == own
     assert len(lines) == 3 * 10_002 + 1
+
+
+def test_half_a_line_is_in_the_log(launch):
+    """What a process that hangs was about to do."""
+    script = (
+        "print('loading', end='', flush=True)\n"
+        "log = os.environ['DISTJAX_RESULT_DIR'] + f'/attempt-0/process-{I}.log'\n"
+        "while open(log).read() != 'loading': time.sleep(0.01)\n"
+    )
+    code, out, _, _ = launch(script, "--processes", 1)
+    assert (code, out) == (0, "[0] loading\n")
+
+
+def test_a_long_line_is_shown_in_parts(launch):
+    """A process that never ends a line must not fill the launcher's memory."""
+    _, out, _, results = launch("sys.stdout.write('x' * 3_000_000)", "--processes", 1)
+    lines = out.splitlines()
+    assert "".join(line.removeprefix("[0] ") for line in lines) == "x" * 3_000_000
+    assert 1 < len(lines) < 5
+    assert (results / "attempt-0/process-0.log").stat().st_size == 3_000_000
 
 
 def test_a_reader_that_has_gone_stops_nothing(tmp_path):
@@ -135,7 +154,7 @@ def test_the_code_is_that_of_the_first_cause(how, launch):
         assert err.index("ValueError: mine") < err.index("then process 0")
 
 
-def test_a_failure_that_is_told_comes_before_those_that_follow(launch):
+def test_a_failure_that_is_told_comes_before_those_that_follow(launch, monkeypatch):
     """Process 0 leaves last, and is killed here on its way: what it has recorded is the cause."""
     script = (
         "if I == 0:\n"
@@ -146,12 +165,8 @@ def test_a_failure_that_is_told_comes_before_those_that_follow(launch):
         "tell('failed', code=71, error='PeerLostError: process 0', traceback='')\n"
         "sys.exit(71)\n"
     )
-    launcher_seconds = launcher._FOLLOW_SECONDS[71]
-    try:
-        launcher._FOLLOW_SECONDS[71] = 0.1
-        code, _, err, results = launch(script, "--processes", 2)
-    finally:
-        launcher._FOLLOW_SECONDS[71] = launcher_seconds
+    monkeypatch.setattr(launcher, "_FOLLOW_SECONDS", 0.1)
+    code, _, err, results = launch(script, "--processes", 2)
     assert code == 70
     assert "process 0 on " in err and "in step 7: exit code 70" in err
     assert json.loads((results / "failure.json").read_text())["step"] == 7
@@ -215,8 +230,17 @@ def test_restarts_are_bounded_and_only_where_they_help(name, launch):
         assert "[launch] another attempt, not counted as a restart" in err
 
 
-def test_a_script_that_does_not_join_is_an_error_of_the_job(launch, monkeypatch):
-    monkeypatch.setattr(launcher, "_UNJOINED_SECONDS", 0.2)
+def test_what_it_said_last_is_told(launch, tmp_path, capfd):
+    """Where it has ended without a Python error, as with `sys.exit("text")`."""
+    *_, err, _ = launch("sys.exit('no such data')", "--processes", 1)
+    assert "[launch]   exit code 1, without an error; its last line: no such data\n" in err
+    argv = ["--processes", "1", "--result-dir", str(tmp_path / "r"), "-m", "no_such_module"]
+    assert launcher.main(argv) == 1
+    assert "without an error; its last line: " in (err := capfd.readouterr().err)
+    assert "No module named no_such_module\n" in err
+
+
+def test_a_script_that_does_not_join_is_an_error_of_the_job(launch):
     script = "import os, time\nif os.environ['DISTJAX_PROCESS_ID'] == '1': time.sleep(60)"
     code, _, err, _ = launch("print(1)", "--processes", 2, preamble="")
     assert code == 78
@@ -248,6 +272,10 @@ def test_without_a_directory_there_is_one_while_something_failed(tmp_path, capfd
     (kept,) = set(tmp_path.iterdir()) - {script}
     assert (kept / "attempt-0/process-0.log").exists()
     assert f"logs: {kept}/attempt-0/process-0.log" in capfd.readouterr().err
+    shutil.rmtree(kept)
+    script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()")
+    assert launcher.main(["--processes", "1", str(script)]) == 143
+    assert list(tmp_path.iterdir()) == [script]
 
 
 # -- signals ---------------------------------------------------------------------
@@ -354,12 +382,14 @@ def test_it_works_as_process_1(tmp_path):
     inside = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "true"], check=False).returncode:
         pytest.skip("no user namespaces here")
-    (tmp_path / "script.py").write_text("import os; print(os.getppid()); os._exit(3)")
+    script = "import os; print(p := os.getppid(), os.getpgid(p), flush=True); os._exit(3)"
+    (tmp_path / "script.py").write_text(script)
     command = [*inside, sys.executable, "-m", "distjax", "launch", "--processes", "1"]
     command += ["--result-dir", str(tmp_path / "r"), str(tmp_path / "script.py")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 3, ended.stderr
-    assert ended.stdout.startswith("[0] ") and ended.stdout != "[0] 1\n"
+    launcher_pid, group = ended.stdout.removeprefix("[0] ").split()
+    assert launcher_pid == group != "1"  # a Ctrl-C at the terminal comes through process 1 alone
 
 
 # -- bad input -------------------------------------------------------------------
@@ -440,6 +470,14 @@ def test_a_module_and_several_machines_in_a_dry_run(tmp_path, capfd):
     assert "DISTJAX_PROCESS_ID=3" in second and second.endswith(" -m json.tool --sort-keys")
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_process_0_tells_other_machines_what_has_failed(nodes, launch):
+    script = "if I == 1: sys.exit(70)\ntime.sleep(0.5)\nprint('told them')\n"
+    options = ("--processes", 2, "--nodes", nodes, "--coordinator", "127.0.0.1:9")
+    code, out, _, _ = launch(script, *options)
+    assert code == 70 and ("[0] told them\n" in out) == (nodes == 2)
+
+
 def test_each_machine_has_its_own_folder(launch):
     options = ("--processes", 1, "--nodes", 2, "--node-rank", 1, "--coordinator", "127.0.0.1:9")
     _, _, _, results = launch("", *options)
@@ -449,28 +487,17 @@ def test_each_machine_has_its_own_folder(launch):
 # -- parts -----------------------------------------------------------------------
 
 
-def test_a_port_is_held_up_to_its_use():
-    with hold_port() as text:
-        address = "127.0.0.1", int(text.rpartition(":")[2])
-        with pytest.raises(OSError), socket.socket() as other:
-            other.bind(address)
-        with socket.create_server(address) as listening, socket.create_connection(address):
-            assert listening.getsockname() == address
-        with socket.create_server(address):  # as the coordinator does after the roll call
-            pass
-
-
 def test_the_last_error_of_a_log(tmp_path):
     path = tmp_path / "log"
     first = "Traceback (most recent call last):\n  File 'a'\nKeyError: 1\n\nDuring handling\n\n"
     last = "Traceback (most recent call last):\n  File 'b'\n    f()\nmine.Odd: two\n"
     path.write_text(first + last + "[Gloo] said\n")
-    assert last_traceback(str(path)) == ("mine.Odd: two", last.rstrip())
+    assert last_words(str(path)) == ("mine.Odd: two", last.rstrip())
     path.write_text('  File "s.py", line 1\n    x = \n       ^\nSyntaxError: invalid syntax\n')
-    assert last_traceback(str(path))[0] == "SyntaxError: invalid syntax"
-    path.write_text("all is well\n")
-    assert last_traceback(str(path)) is None
-    assert last_traceback(str(tmp_path / "none")) is None
+    assert last_words(str(path))[0] == "SyntaxError: invalid syntax"
+    path.write_text(f"all is well\n{'x' * 300}\n\n")
+    assert last_words(str(path)) == ("x" * 197 + "...", "")
+    assert last_words(str(tmp_path / "none")) == ("", "")
 
 
 def test_a_process_that_was_frozen_is_named():
@@ -494,6 +521,31 @@ def test_who_is_lost_on_another_machine_is_named():
     options, ended = Options(("s.py",), 2, nodes=2), [Ended(0, 71), Ended(1, 71)]
     failure = find_cause(0, options, {0: "a.log", 1: "b.log"}, told, ended)
     assert (failure.process, failure.code) == (1, 71) and "ValueError: mine" in failure.error
+
+
+def test_who_ended_early_comes_before_what_differs():
+    """`sys.exit(3)` on one process: the other finds that they differ, and says so first."""
+    text = "processes need to do the same.\n  Got: the end of the program on process 1"
+    told = [
+        {"event": "failed", "process": i, "code": code, "error": text, "time": i}
+        | {"traceback": "", "step": None}
+        for i, code in enumerate([77, 3])
+    ]
+    ended = [Ended(0, 77), Ended(1, 3)]
+    failure = find_cause(0, Options(("s.py",), 2), {0: "a.log", 1: "b.log"}, told, ended)
+    assert (failure.process, failure.code) == (1, 3)
+
+
+def test_who_waits_in_vain_comes_before_those_that_hear_of_it():
+    texts = "the end needs all.\n  Got: process 1 did not come", "Got: the end of process 0"
+    told = [
+        {"event": "failed", "process": i, "code": 71, "error": text, "time": i}
+        | {"traceback": "", "step": None}
+        for i, text in enumerate(texts)
+    ]
+    ended = [Ended(1, 71), Ended(0, 71)]
+    failure = find_cause(0, Options(("s.py",), 2), {0: "a.log", 1: "b.log"}, told, ended)
+    assert failure.process == 0
 
 
 def test_a_signal_ends_a_wait():

@@ -122,11 +122,10 @@ class _Ending:
     def _end_alone(self, joined: Job, error: ClusterError) -> NoReturn:
         begin_to_end()
         print_error(error)
-        if isinstance(error, AgreementError):
-            record_failure(DIFFERENT, error_text(error))
-            leave(joined, self.code or DIFFERENT, str(error), DIFFERENT)  # maybe as the first
-        record_failure(PEER_LOST, error_text(error))
-        leave(joined, self.code or PEER_LOST, "it came to its end alone")
+        others_code = DIFFERENT if isinstance(error, AgreementError) else PEER_LOST
+        code = self.code or others_code  # what the program has passed to `sys.exit` is the cause
+        record_failure(code, error_text(error))
+        leave(joined, code, str(error), others_code)
 
 
 def _end_after(error: BaseException) -> NoReturn:

@@ -171,8 +171,13 @@ def record(event: str, **facts: object) -> None:
         return
     joined, text = job(), os.environ.get("DISTJAX_PROCESS_ID", "")
     own = joined.process_id if joined is not None else int(text) if text.isdecimal() else 0
-    attempt = os.environ.get("DISTJAX_ATTEMPT", "")
-    append(directory, event, int(attempt) if attempt.isdecimal() else 0, own, **facts)
+    append(directory, event, current_attempt(), own, **facts)
+
+
+def current_attempt() -> int:
+    """Returns how many times a launcher has started the job before; 0 without one."""
+    text = os.environ.get("DISTJAX_ATTEMPT", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def append(

@@ -199,12 +199,13 @@ class Watch:
             return
         begin_to_end()
         print_error(text)
-        record_failure(code, cause or text)
+        own = self._exit_status() or code
+        record_failure(own, cause or text)
         if code == STUCK:
             print_stacks()
         if cause is not None:
-            leave(self._job, code, cause)
-        leave(self._job, code, text, code)
+            leave(self._job, own, cause)
+        leave(self._job, own, text, code)
 
     def _say(self, text: str) -> None:
         if not self._has_spoken:

@@ -26,6 +26,8 @@ _SIZES = (4096, 1 << 18, 1 << 22, 1 << 24)  # bytes of an all-reduce, on each de
 _NUM_TRIES = 6
 _MAX_SKEW, _MIN_MEMORY = 5.0, 1.0  # seconds between clocks; GiB
 _LINK_BYTES = 1 << 26
+#: What is found where nobody could join.
+_NOTHING: dict[str, Any] = {"processes": [], "all_reduce": [], "link_bytes_per_second": None}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,18 +64,12 @@ def _launch(num_processes: int, shared: str | None, seconds: int) -> dict[str, A
             why = f"the processes did not end within {seconds} s"
     if "{" in said:  # behind what libraries print
         return json.loads("".join(said[said.index("{") :]))
-    return _found((why, "distjax launch --processes 2 script.py shows what each process says"))
+    cure = "distjax launch --processes 2 script.py shows what each process says"
+    return _NOTHING | {"wrong": [_wrong(why, cure)]}
 
 
-def _found(
-    *wrong: Sequence[str],
-    processes: Sequence[dict[str, Any]] = (),
-    all_reduce: Sequence[dict[str, Any]] = (),
-    link: float | None = None,
-) -> dict[str, Any]:
-    told = [dict(zip(("what", "cure"), each, strict=True)) for each in wrong]
-    found = {"processes": processes, "all_reduce": all_reduce, "link_bytes_per_second": link}
-    return {**found, "wrong": told}
+def _wrong(what: str, cure: str) -> dict[str, str]:
+    return {"what": what, "cure": cure}
 
 
 def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
@@ -86,7 +82,8 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
     try:
         distjax.initialize(initialization_timeout=seconds)
     except ClusterError as error:
-        return _found(str(error).split("\n  Fix: "))
+        what, _, cure = str(error).partition("\n  Fix: ")
+        return _NOTHING | {"wrong": [_wrong(what, cure)]}
     joined, seconds_to_join = job(), time.monotonic() - began
     hear_all(joined, "the clocks", lambda: None)  # all are here: their clocks say the same
     facts = hear_all(joined, "the facts", lambda: _facts(seconds_to_join))
@@ -95,7 +92,7 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
         said = who_sees(joined, "a file for all", shared) or [False] * len(facts)
         for own in (own for own, sees in zip(facts, said, strict=True) if not sees):
             what = f"{own['who']} does not see process 0's file in {shared}"
-            wrong.append((what, f"mount one file system at {shared} everywhere"))
+            wrong.append(_wrong(what, f"mount one file system at {shared} everywhere"))
     reduced = _time_all_reduces()
     measure = _loopback_speed if len({own["host"] for own in facts}) == 1 else _card_speed
     link = hear_first(joined, "the speed of the link", measure)
@@ -103,34 +100,31 @@ def examine(shared: str | None, seconds: int) -> dict[str, Any] | None:
         return None
     for row in reduced:
         row["link_share"] = row["bytes_per_second"] / link if link else None
-    return _found(*wrong, processes=facts, all_reduce=reduced, link=link)
+    found = {"processes": facts, "all_reduce": reduced, "link_bytes_per_second": link}
+    return found | {"wrong": wrong}
 
 
-def _compare(facts: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yields what is wrong with processes, and the cure."""
-    first = facts[0]
+def _compare(facts: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yields what is wrong with processes, and the cure; those of other versions cannot join."""
     for own in facts:
-        skew = own["clock"] - first["clock"]
+        skew = own["clock"] - facts[0]["clock"]
         if abs(skew) > _MAX_SKEW:
-            yield f"the clock of {own['who']} is {skew:.1f} s off", "timedatectl set-ntp true"
+            what = f"the clock of {own['who']} is {skew:.1f} s off"
+            yield _wrong(what, "timedatectl set-ntp true")
         if own["available_gib"] < _MIN_MEMORY:
             what = f"{own['available_gib']:.1f} GiB of memory are left for {own['who']}"
-            yield what, "ps aux --sort=-rss | head, and end what is large"
-        if own["hash_seed"] != first["hash_seed"]:  # other versions cannot join
-            what = f"PYTHONHASHSEED of {own['who']} is {own['hash_seed']}"
-            yield f"{what}, of process 0 {first['hash_seed']}", "export PYTHONHASHSEED=0"
+            yield _wrong(what, "ps aux --sort=-rss | head, and end what is large")
 
 
 def _facts(seconds_to_join: float) -> dict[str, Any]:
     import jax
 
-    found, clock = describe(), time.time()
+    clock, found = time.time(), describe()  # all are asked at the same time
     names = ("Python", "jax", "jaxlib", "distjax", "host", "devices")
-    return {name: found[name].partition(" (")[0] for name in names} | {
+    return {name: found[name] for name in names} | {
         "who": f"process {jax.process_index()} on {found['host']}",
         "clock": clock,
         "available_gib": memory()[0],
-        "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
         "seconds_to_join": round(seconds_to_join, 3),
     }
 
@@ -167,8 +161,12 @@ def _card_speed() -> float | None:
     return max(speeds, default=None)
 
 
-def _loopback_speed() -> float:
-    """Returns what goes from one socket of this machine to another, in bytes a second."""
+def _loopback_speed() -> float | None:
+    """Returns what goes from one socket of this machine to another, as gloo sends it."""
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return None  # accelerators of one machine have links of their own
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as sending,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from distjax._src.cluster.ending import listening, watch_the_end
-from distjax._src.cluster.job import job, set_step
+from distjax._src.cluster.job import current_attempt, job, set_step
 from distjax._src.cluster.meeting import hear_first
 from distjax._src.typing import PyTree
 from distjax.errors import PreemptedError, describe_value, message, require, require_int
@@ -86,8 +85,7 @@ class Job:
         self._checkpointer, self.state = checkpointer, state
         self._save_every, self._save_seconds = save_every, save_seconds
         self.step, self.restored_step = 0, None
-        text = os.environ.get("DISTJAX_ATTEMPT", "")
-        self.attempt = int(text) if text.isdecimal() else 0
+        self.attempt = current_attempt()
         self._is_restored, self._saved = False, 0  # up to which step
         self._saved_at, self._next_look = time.monotonic(), 0
         self._stack = contextlib.ExitStack()

@@ -25,10 +25,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distjax._src.cluster.job import FILE, append, parse_line
+from distjax._src.cluster.job import FILE, append, as_plain, parse_line
 from distjax._src.cluster.roll_call import resolve_host, split_address
 from distjax._src.launch.processes import FROZEN, Ended, Processes, output, signals_to
 from distjax.errors import ClusterError, message
@@ -37,14 +37,16 @@ UNCAUGHT, PEER_LOST, PREEMPTED, STUCK, DIFFERENT, CANNOT_START = 70, 71, 75, 76,
 _ABORTED = 128 + signal.SIGABRT
 #: After these, and after signals, another attempt may help; 137 is also memory that ran out.
 _RESTARTED = (UNCAUGHT, PEER_LOST, STUCK, 137)
-#: How long the others may take to end by themselves after one has, by its code; else they are
-#: killed at once. After these codes they are about to say why; one of them may be the cause.
-_FOLLOW_SECONDS = {PEER_LOST: 2.0, STUCK: 2.0, DIFFERENT: 2.0, _ABORTED: 2.0}
-_UNJOINED_SECONDS = 5.0
+#: After these the others are about to say why, and one of them may be the cause: they have this
+#: long to end by themselves. After other codes they are killed at once, but where there are other
+#: machines: process 0 tells those what has failed before it ends.
+_FOLLOWED = (PEER_LOST, STUCK, DIFFERENT, _ABORTED)
+_FOLLOW_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 #: More relaunches after preemptions without a new step are a loop.
 _MAX_PREEMPTIONS = 100
 _TAIL_BYTES = 1 << 16
+_MAX_LINE = 200
 #: The last lines of an error that Python prints; the group is its type and text.
 _ERROR = re.compile(
     r'^(?:Traceback \(most recent call last\):|  File "[^\n]*", line \d+)\n'
@@ -158,22 +160,20 @@ def parse(argv: Sequence[str]) -> Options:
     add("--node-rank", metavar="I", help="which of them this is (0)")
     add("--coordinator", metavar="HOST:PORT", type=str, help="where process 0 listens")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
-    own = 0  # how many arguments are the launcher's
-    while own < len(argv) and argv[own].startswith("-") and argv[own] not in ("-m", "--"):
-        is_alone = "=" in argv[own] or argv[own] in ("--dry-run", "--help", "-h")
-        own += 1 if is_alone else 2
-    found = vars(parser.parse_args(argv[:own]))
+    for name, text in ("-m", "a module"), ("script", "a file"):  # what follows is the program's
+        parser.add_argument(name, nargs=argparse.REMAINDER, help=f"{text}, and its arguments")
+    found = vars(parser.parse_args(argv))
     as_option = lambda name: "--" + name.replace("_", "-")
     for name, value in found.items():
         least = int(name in ("processes", "devices_per_process", "step_deadline", "nodes"))
         if isinstance(value, (int, float)) and value < least:
             parser.error(f"{as_option(name)} {value}, which is at least {least}")
-    command = [*argv[own + (argv[own : own + 1] == ["--"]) :]]
-    rest = 2 if command[:1] == ["-m"] else 1
-    if len(command) < rest:
+    module, script = found.pop("m", []), found.pop("script", [])
+    command, rest = (["-m", *module], 2) if module else (script, 1)
+    if not command:
         parser.error("no script, and no -m with a module behind it")
-    if rest == 1 and not os.path.exists(command[0]):
-        parser.error(f"{command[0]!r}, which does not exist in {os.getcwd()}")
+    if script and not os.path.exists(script[0]):
+        parser.error(f"{script[0]!r}, which does not exist in {os.getcwd()}")
     names = [as_option(each.name) for each in dataclasses.fields(Options)[1:]]
     if command[rest : rest + 1] == ["--"]:
         del command[rest]
@@ -286,11 +286,8 @@ class Launcher:
         folder = os.path.join(self._directory, f"attempt-{attempt}")
         os.makedirs(folder, exist_ok=True)
         logs = {i: os.path.join(folder, f"process-{i}.log") for i in options.ids}
-        given = options.coordinator
-        with (
-            hold_port() if given is None else contextlib.nullcontext(given) as address,
-            Processes(self._show, self.queue) as processes,
-        ):
+        address = options.coordinator or free_address()
+        with Processes(self._show, self.queue) as processes:
             command = [sys.executable, *options.command]
             for process, log in logs.items():
                 own = options.environment(process, attempt, address, self._directory)
@@ -352,9 +349,10 @@ class Launcher:
         if event.code == PREEMPTED:
             return self._options.grace_seconds
         if event.code != 0:
-            return _FOLLOW_SECONDS.get(event.code, 0.0)
+            is_followed = event.code in _FOLLOWED or self._options.nodes > 1
+            return _FOLLOW_SECONDS if is_followed else 0.0
         has_joined = _has_joined(self._told(attempt), event.process, self._options)
-        return math.inf if has_joined else _UNJOINED_SECONDS
+        return math.inf if has_joined else 0.0
 
     def _told(self, attempt: int) -> list[dict[str, Any]]:
         """Returns the events of an attempt."""
@@ -386,20 +384,11 @@ class Launcher:
         self._say(f"logs: {logs[cause.process]}")
 
 
-@contextlib.contextmanager
-def hold_port() -> Generator[str]:
-    """A context in which an address of loopback is ours, though nobody listens there yet.
-
-    It is bound, to a socket that does not listen; Linux lets process 0 bind it, too, since both
-    allow their address to be reused. Another system does not, so it is let go there.
-    """
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port = held.getsockname()[1]
-        if sys.platform != "linux":
-            held.close()
-        yield f"127.0.0.1:{port}"
+def free_address() -> str:
+    """Returns an address of loopback at which nobody listens: the system chooses its port."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{chosen.getsockname()[1]}"
 
 
 # -- what failed first -----------------------------------------------------------
@@ -419,8 +408,8 @@ def find_cause(
         make = functools.partial(Failure, attempt, process, socket.gethostname())
         has_joined = _has_joined(told, process, options)
         if event := failed.get(process):
-            names_who = "Got: the end of process" in event["error"]  # on another machine
-            rank = 0 if event["code"] != PEER_LOST else 1 if names_who else 2
+            is_jax = "\n  Got: " not in event["error"]  # which does not say who is lost
+            rank = {DIFFERENT: 1, PEER_LOST: 3 if is_jax else 2}.get(event["code"], 0)
             facts = [event[name] for name in ("code", "error", "traceback", "step")]
             found.append((rank, event["time"], make(*facts)))
         elif code == 0 and not has_joined:
@@ -430,7 +419,7 @@ def find_cause(
                 why="each would train a model of its own, and the others would wait for it",
                 fix="dj.initialize() at the start of the script; or distjax launch --processes 1",
             )
-            found.append((1, order, make(CANNOT_START, text)))
+            found.append((2, order, make(CANNOT_START, text)))
         elif state in FROZEN.values():
             text = message(
                 f"process {process} needs to answer the others",
@@ -438,15 +427,17 @@ def find_cause(
                 why="the system keeps it from running",
                 fix=f"look at its log, {logs[process]}, and at its machine",
             )
-            found.append((1, order, make(PEER_LOST, text)))
+            found.append((2, order, make(PEER_LOST, text)))
         elif code != 0 and not state:
-            raised = last_traceback(logs[process]) if code != 137 else None
+            last, trace = last_words(logs[process])
+            if code == 137 or not trace:
+                said = f"; its last line: {last}" if last else ""
+                last, trace = _ENDS.get(code, f"exit code {code}, without an error{said}"), ""
             is_ours = has_joined and options.num_processes > 1
-            if code == 1 and raised is not None and not is_ours:
+            if code == 1 and trace and not is_ours:
                 code = UNCAUGHT  # Python's own code for an exception
-            text, trace = raised or (_ENDS.get(code, f"exit code {code}, without an error"), "")
-            rank = 2 if code in (_ABORTED, PEER_LOST) else 0
-            found.append((rank, order, make(code, text, trace)))
+            rank = 3 if code in (_ABORTED, PEER_LOST) else 0
+            found.append((rank, order, make(code, last, trace)))
     return min(found, key=lambda row: row[:2])[2] if found else None
 
 
@@ -456,13 +447,15 @@ def _has_joined(told: Sequence[Mapping[str, Any]], process: int, options: Option
     return options.num_processes == 1 or process in joined
 
 
-def last_traceback(path: str) -> tuple[str, str] | None:
-    """Returns the last Python error in a log, as (type and text, traceback), or None."""
+def last_words(path: str) -> tuple[str, str]:
+    """Returns the last Python error in a log, and its traceback; or the last line, and ""."""
+    text = ""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(os.path.getsize(path) - _TAIL_BYTES, 0))
-        for found in reversed([*_ERROR.finditer(file.read().decode(errors="replace"))]):
-            return found[1], found[0]
-    return None
+        text = file.read().decode(errors="replace").strip()
+    for found in reversed([*_ERROR.finditer(text + "\n")]):
+        return found[1], found[0]
+    return as_plain("".join(text.splitlines()[-1:]), _MAX_LINE), ""
 
 
 # -- the command -----------------------------------------------------------------
@@ -492,7 +485,7 @@ def main(argv: Sequence[str]) -> int:
     launcher = Launcher(options, directory, output(), _say)
     with signals_to(launcher.queue):
         code = launcher.run()
-    if options.result_dir is None and code == 0:
+    if options.result_dir is None and launcher.failure is None:
         shutil.rmtree(directory, ignore_errors=True)
     return code
 

@@ -2,8 +2,8 @@
 
 Each is the leader of a process group of its own, so that a Ctrl-C at the terminal reaches only the
 launcher, and all that a process has started can be killed with it. One thread per process copies
-what it says, line by line, to its log and to the launcher's output. Another waits for its end. The
-main thread takes ends and signals from one queue.
+what it says to its log, and by lines to the launcher's output. Another waits for its end. The main
+thread takes ends and signals from one queue.
 
 If the launcher is killed, a *guard* kills the groups on its list: a process that holds the other
 end of a pipe of the launcher's, which closes with it on every system. (Linux could kill the
@@ -13,6 +13,7 @@ launcher's children, but not what these have started; macOS has no such signal.)
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -132,13 +133,19 @@ class Processes:
         self._events.put(Ended(process, as_in_a_shell(code), state))
 
     def _read(self, process: int, log: BinaryIO) -> None:
-        pipe = self._all[process].stdout
-        assert pipe is not None
+        pipe, rest = self._all[process].stdout, b""
+        assert isinstance(pipe, io.BufferedReader)
         with pipe, log:
-            while line := pipe.readline(_MAX_LINE):
+            while said := pipe.read1():  # as soon as it is said: a hung process may be in a line
                 with contextlib.suppress(OSError):  # a full disk must not stop the process
-                    log.write(line)
-                self._show(process, line.removesuffix(b"\n"))
+                    log.write(said)
+                *lines, rest = (rest + said).split(b"\n")
+                if len(rest) > _MAX_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._show(process, line)
+            if rest:
+                self._show(process, rest)
 
 
 def _state_of(pid: int) -> str:
@@ -155,18 +162,14 @@ def as_in_a_shell(code: int) -> int:
 
 def output() -> Callable[[int, bytes], None]:
     """Returns what writes to stdout, from any thread, a line of a process, behind its id."""
-    lock, file, is_open = threading.Lock(), sys.stdout.fileno(), True
+    lock, file = threading.Lock(), sys.stdout.fileno()
     os.set_blocking(file, True)  # else what does not fit into a pipe is lost
 
     def show(process: int, line: bytes) -> None:
-        nonlocal is_open
         whole = b"[%d] %b\n" % (process, line)
-        with lock:
-            try:
-                while whole and is_open:
-                    whole = whole[os.write(file, whole) :]
-            except OSError:  # nobody reads any more: the logs have all of it
-                is_open = False
+        with lock, contextlib.suppress(OSError):  # nobody reads any more: the logs have all of it
+            while whole:
+                whole = whole[os.write(file, whole) :]
 
     return show
 
@@ -188,7 +191,8 @@ def be_init(argv: Sequence[str]) -> int:
 
     Process 1 reaps what nobody else waits for.
     """
-    child = subprocess.Popen([sys.executable, "-m", "distjax", *argv])
+    # In a group of its own, else it would hear a Ctrl-C twice: from the terminal, too.
+    child = subprocess.Popen([sys.executable, "-m", "distjax", *argv], process_group=0)
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     while True:

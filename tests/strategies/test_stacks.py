@@ -141,10 +141,12 @@ def test_padded_layers(loss, axes):
     assert gathered_bytes(compiled) <= 3 * 4 * padded * (width + 1)
 
 
-def test_explain_names_the_lines():
-    strategy = zero()
+@pytest.mark.parametrize("axes", [None, {"model": 2}])
+@pytest.mark.parametrize("width", [WIDTH, 38])
+def test_explain_names_the_lines(axes, width):
+    strategy = zero(model_axes=axes)
     with strategy.scope():
-        w = dj.Variable(np.ones((12, WIDTH, WIDTH), np.float32))
+        w = dj.Variable(np.ones((11, width, width), np.float32), sharding=P(None, None, "model"))
         optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")
         optimizer.init([w])
 
@@ -152,7 +154,7 @@ def test_explain_names_the_lines():
         loss = lambda w: jnp.mean(lax.scan(lambda x, w: (x @ w, None), x, w)[0] ** 2)
         optimizer.apply_gradients([(jax.grad(loss)(w.value), w)])
 
-    (x,) = strategy.distribute_dataset([np.ones((ROWS, WIDTH), np.float32)])
+    (x,) = strategy.distribute_dataset([np.ones((ROWS, width), np.float32)])
     found = dj.explain(step, x, strategy=strategy)
     lines = {c.kind: c.source for c in (*found.written, *found.compiled)}
     assert set(lines) == {"all-gather", "reduce-scatter"}

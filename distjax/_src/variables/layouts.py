@@ -596,7 +596,8 @@ class PartitionedLayout:
 
     def _as_one(self, collective: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns a collective that, with its padding, is one equation: scans take it by layer."""
-        return collective if self.size is None else jax.jit(collective)
+        is_one = self.size is None or self.spec  # of the latter `on_own_parts` makes a map
+        return collective if is_one else jax.jit(collective)
 
 
 #: A `PartitionedLayout` as what one replica holds: for layouts that store such a value otherwise.

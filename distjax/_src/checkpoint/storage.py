@@ -505,12 +505,13 @@ class _ArrayHandler(ocp.BasePyTreeCheckpointHandler):
         super().__init__(multiprocessing_options=processes)
         self._cuts = cuts
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: os.PathLike[str]) -> None:
         """Completes the files, on the first process; the step still has its other name."""
         super().finalize(directory)
+        folder = {"driver": "file", "path": f"{os.fspath(directory)}/"}
         for key, shape in self._cuts.items():
-            files = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
-            spec = {"driver": "zarr", "kvstore": {**files, "path": f"{key}/"}}
+            files = {"driver": "ocdbt", "base": folder, "path": f"{key}/"}
+            spec = {"driver": "zarr", "kvstore": files}
             tensorstore.open(spec, open=True).result().resize(exclusive_max=shape).result()
         if self._cuts:
             _make_whole(Path(directory, "_sharding"), self._cuts)

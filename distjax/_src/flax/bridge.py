@@ -417,6 +417,7 @@ def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
         for name, _, variable in named
         for leaf in jax.tree.leaves(raw_value(variable), is_leaf=is_per_replica)
         if isinstance(leaf, (jax.Array, PerReplica))
+        or (traces.is_struct(leaf) and leaf.sharding is not None)  # which stands for one
     ]
 
 

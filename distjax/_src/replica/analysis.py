@@ -112,7 +112,7 @@ class Analysis(Flow[bool]):
     def _is_seen(self, effect: object) -> bool:
         """Returns whether an effect is more than a collective over an axis within each replica."""
         is_collective = type(effect).__name__ == "NamedAxisEffect"
-        return not is_collective or effect.name == self.axis_name
+        return not is_collective or getattr(effect, "name", None) == self.axis_name
 
     def _require_no_loop(self, eqn: JaxprEqn) -> None:
         """Raises if an opaque equation contains a loop or branch with a collective.

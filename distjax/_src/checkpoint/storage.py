@@ -41,6 +41,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
+from etils import epath
 from jax.sharding import Sharding
 
 from distjax._src.checkpoint.leaves import Leaf, encode_array
@@ -505,10 +506,10 @@ class _ArrayHandler(ocp.BasePyTreeCheckpointHandler):
         super().__init__(multiprocessing_options=processes)
         self._cuts = cuts
 
-    def finalize(self, directory: os.PathLike[str]) -> None:
+    def finalize(self, directory: epath.Path) -> None:
         """Completes the files, on the first process; the step still has its other name."""
         super().finalize(directory)
-        folder = {"driver": "file", "path": f"{os.fspath(directory)}/"}
+        folder = {"driver": "file", "path": f"{directory}/"}
         for key, shape in self._cuts.items():
             files = {"driver": "ocdbt", "base": folder, "path": f"{key}/"}
             spec = {"driver": "zarr", "kvstore": files}

@@ -422,7 +422,7 @@ def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
 
 
 def _describe_leaf(
-    name: str, variable: nnx.Variable[Any], leaf: jax.Array | PerReplica, strategy: StrategyLike
+    name: str, variable: nnx.Variable[Any], leaf: PyTree, strategy: StrategyLike
 ) -> VariableDescription:
     rule = rules.rule_of(variable)
     if isinstance(leaf, PerReplica):

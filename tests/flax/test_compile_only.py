@@ -35,6 +35,9 @@ def test_a_module_is_created_and_its_step_compiled(strategy):
         model = dj.flax.create(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
     kernel = model.kernel.get_raw_value()
     assert (kernel.shape, kernel.dtype) == ((4, 2), jnp.float32)
+    described = {v.name: v.bytes_per_device for v in strategy.describe().variables}
+    parts = 1 if isinstance(strategy, dj.MirroredStrategy) else 2
+    assert described == {"Linear.kernel": 32 // parts, "Linear.bias": 8 // parts}
 
     def step(model, x):
         model.kernel[...] -= dj.get_replica_context().all_reduce("mean", x.T @ x @ model.kernel)

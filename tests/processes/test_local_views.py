@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from jax.sharding import PartitionSpec as P
 
 import distjax as dj
@@ -368,17 +370,19 @@ def train_split(name, directory=None):
     with strategy.scope():
         start = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
         up = dj.Variable(start, name="up", sharding=P(None, "model"))
-        odd = dj.Variable(lambda: jnp.ones((8, 3)), name="odd")
+        down = dj.Variable(lambda: jnp.ones((8, 3)), name="down")
+        odd = dj.Variable(np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), name="odd")
     optimizer = dj.optim.Optimizer(
         optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)), "mean"
     )
-    optimizer.init([up, odd])
+    params = [up, down, odd]
+    optimizer.init(params)
     data = np.linspace(0, 1, 48, dtype=np.float32).reshape(8, 6)
 
     def step(x):
-        loss = lambda up, odd: jnp.mean((jnp.tanh(x @ up) @ odd - 1) ** 2)
-        value, grads = jax.value_and_grad(loss, (0, 1))(up.value, odd.value)
-        optimizer.apply_gradients(zip(grads, [up, odd], strict=True))
+        loss = lambda up, down, odd: jnp.mean((jnp.tanh(x @ up) @ down @ odd - 1) ** 2)
+        value, grads = jax.value_and_grad(loss, (0, 1, 2))(*[v.value for v in params])
+        optimizer.apply_gradients(zip(grads, params, strict=True))
         return dj.get_replica_context().all_reduce("mean", value)
 
     count = strategy.num_replicas_in_sync
@@ -388,11 +392,11 @@ def train_split(name, directory=None):
     losses = [float(strategy.run(step, (rows,))) for _ in range(2)]
     if directory is not None:
         with dj.checkpoint.Checkpointer(directory) as checkpointer:
-            checkpointer.save(1, {"up": up, "odd": odd, "optimizer": optimizer})
+            checkpointer.save(1, {"params": params, "optimizer": optimizer})
             strategy.run(step, (rows,))
-            checkpointer.restore({"up": up, "odd": odd, "optimizer": optimizer})
+            checkpointer.restore({"params": params, "optimizer": optimizer})
     losses.append(float(strategy.run(step, (rows,))))
-    values = [np.asarray(strategy.extended.broadcast_to(v.value)).tolist() for v in (up, odd)]
+    values = [np.asarray(strategy.extended.broadcast_to(v.value)).tolist() for v in params]
     return losses, values, up.storage.addressable_shards[0].data.shape
 
 
@@ -406,3 +410,6 @@ def test_what_is_split_gives_the_numbers_of_one_process(group, name, tmp_path):
         for value, expected in zip(own, values, strict=True):
             np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
         assert shape == shapes[name]
+    files = epath.Path(tmp_path) / "1" / "values"
+    saved = ocp.PyTreeCheckpointHandler().metadata(files).tree
+    assert saved["params/2"].shape == (3, 5), "no padding is in the files"

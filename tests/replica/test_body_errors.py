@@ -143,6 +143,35 @@ def test_a_strategy_under_a_mesh_of_the_user(pair):
         assert float(pair.reduce("sum", ids(pair))) == float(out) == 1
 
 
+def split(spec, mesh=None):
+    where = spec if mesh is None else jax.sharding.NamedSharding(mesh, spec)
+    return lambda x: lax.with_sharding_constraint(x, where)
+
+
+def summed(x, **options):
+    own = lambda x: lax.psum(x.sum(), "model")
+    return jax.shard_map(own, in_specs=P("model"), out_specs=P(), **options)(x)
+
+
+def test_axes_within_a_replica():
+    """What a step for `jit` over the whole mesh says, and what a step of one replica may."""
+    strategy = dj.MirroredStrategy(model_axes={"model": 2})
+    whole, mesh = jnp.arange(8.0), strategy.mesh
+    leave_out = "None in place of 'replica' in the spec, or in the rules that it comes from"
+    fixes = {
+        split(P(("replica", "model"))): leave_out,
+        split(P("replica"), mesh): leave_out,
+        lambda x: summed(x, mesh=mesh): "without mesh=, over axes within the replica: axis_names={",
+        lambda x: lax.psum(x, "model"): "or, by hand, in the step: jax.shard_map(fn, in_specs=",
+    }
+    for step, fix in fixes.items():
+        with pytest.raises((ValueError, NameError)) as found:
+            strategy.run(step, args=(whole,))
+        assert "  Fix: " in found.value.__notes__[-1] and fix in found.value.__notes__[-1]
+    assert strategy.run(split(P("model"), mesh), args=(whole,)).sharding.spec == P("model")
+    assert float(strategy.run(lambda x: summed(x, axis_names={"model"}), args=(whole,))) == 28
+
+
 FORMATS = {
     "in a step": lambda s, x: s.run(lambda x: f"{x.sum():.3f}", args=(x,)),
     "in jit": lambda s, x: dj.jit(lambda x: f"{x.stacked.sum():.3f}")(x),

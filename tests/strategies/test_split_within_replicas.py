@@ -440,6 +440,24 @@ def test_a_map_over_the_model_axis_keeps_proofs(four_by_two):
     np.testing.assert_array_equal(out, np.full(8, 8.0))
 
 
+def test_collectives_over_the_model_axis_keep_proofs(four_by_two):
+    """Megatron's second layer by hand: each device's rows, and a sum over the devices."""
+    rng = np.random.default_rng(0)
+    down, hidden = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 4), (3, 8)))
+
+    def step(hidden, down, x):
+        own = lambda h, w: jax.lax.psum(h @ w, "model") * (jax.lax.axis_size("model") - 1)
+        by_hand = jax.shard_map(
+            own, in_specs=(P(None, "model"), P("model")), out_specs=P(), axis_names={"model"}
+        )
+        return by_hand(hidden, down), by_hand(hidden + x, down)
+
+    ones = four_by_two.per_replica(jnp.arange(4.0))
+    equal, differs = four_by_two.run(step, args=(hidden, down, ones))
+    np.testing.assert_allclose(equal, hidden @ down, rtol=1e-5)
+    assert isinstance(differs, dj.PerReplica)
+
+
 def test_copies_that_differ_are_found(four_by_two):
     weights = made(four_by_two, np.ones((4, 8), np.float32), sharding=P(None, "model"))
     four_by_two.assert_mirrored(weights)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from distjax._src.checkpoint.leaves import ArrayLeaf, pause_writers
-from distjax._src.checkpoint.saved import Saved, describe
+from distjax._src.checkpoint.saved import Saved, describe, padded_shapes
 from distjax._src.checkpoint.storage import Storage
 from distjax._src.checkpoint.trees import as_tree
 from distjax._src.context import frames
@@ -120,7 +120,7 @@ class Checkpointer:
                 for key, leaf in wanted.leaves.items()
                 if leaf.spec.is_stored_as_array
             }
-        self._storage.write(step, arrays, description)
+        self._storage.write(step, arrays, description, padded_shapes(leaves))
 
     def wait(self) -> None:
         """Blocks until the save in progress is complete.

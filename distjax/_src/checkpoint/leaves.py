@@ -58,7 +58,7 @@ class Leaf(abc.ABC):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the array that is saved, and restored: that of the value, or padded."""
+        """The shape of the array as it lives: that of the value, or padded."""
         return self.spec.stored_shape
 
     @property

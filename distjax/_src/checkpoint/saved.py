@@ -67,8 +67,8 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
     )
 
 
-#: Incremented when older versions can no longer read what is written: 2 has padded arrays.
-FORMAT = 2
+#: Incremented when older versions can no longer read what is written.
+FORMAT = 1
 
 
 def describe(
@@ -82,9 +82,8 @@ def describe(
     numbers = {leaf.key: leaf.snapshot() for leaf in leaves if isinstance(leaf, NumberLeaf)}
     own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
-    is_padded = any(leaf.stored_shape != leaf.spec.stored_shape for leaf in leaves)
     return {
-        "format": FORMAT if is_padded else 1,
+        "format": FORMAT,
         "distjax": distjax.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -93,15 +92,18 @@ def describe(
         "strategies": [
             {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
         ],
-        "keys": {leaf.key: _describe_leaf(leaf) for leaf in leaves},
+        "keys": {leaf.key: {**leaf.spec.to_json(), "lives": leaf.lives} for leaf in leaves},
         "values": numbers | gather_states(joined, leaves),
     }
 
 
-def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
-    is_padded = leaf.stored_shape != leaf.spec.stored_shape
-    padded = {"padded": list(leaf.stored_shape)} if is_padded else {}
-    return {**leaf.spec.to_json(), "lives": leaf.lives, **padded}
+def padded_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of values whose snapshots are padded, by key."""
+    return {
+        leaf.key: leaf.spec.stored_shape
+        for leaf in leaves
+        if leaf.stored_shape != leaf.spec.stored_shape
+    }
 
 
 class Saved:
@@ -115,7 +117,6 @@ class Saved:
         _require_readable(self._description, self._where)
         keys = self._description["keys"].items()
         self._specs = {key: Spec.from_json(entry) for key, entry in keys}
-        self._padded = {key: tuple(entry["padded"]) for key, entry in keys if "padded" in entry}
         self.names = rename_keys(self._specs, rename, self._where)
 
     def agree(self, occasion: str, leaves: Iterable[Leaf]) -> None:
@@ -153,7 +154,7 @@ class Saved:
 
     def _convert(self, leaf: Leaf, saved: PyTree) -> Any:
         try:
-            return _without_padding(leaf, leaf.convert(saved))
+            return leaf.convert(saved)
         except OverflowError as error:
             raise CheckpointError(
                 f"{leaf.key!r} of {self._where} needs values that {leaf.spec} can hold",
@@ -175,20 +176,12 @@ class Saved:
         for key, old in in_arrays.items():
             leaf = wanted.leaves[key]
             sharding = leaf.sharding() if self._specs[old].is_in_jax else None
-            saved = self._padded.get(old, self._specs[old].stored_shape)
+            saved = self._specs[old].stored_shape
             resized = leaf.stored_shape if saved != leaf.stored_shape else None
             places[old] = Place(sharding, None if sharding is None else resized)
         values = {**in_json, **self._storage.arrays(self._step, places)}
         found = {key: values.get(old) for key, old in names.items()}
         return {key: own_state(self._storage.job, key, x, self._where) for key, x in found.items()}
-
-
-def _without_padding(leaf: Leaf, value: PyTree) -> Any:
-    """Returns a saved array as `put` takes it: as the leaf stores it, or of the value's shape."""
-    shape = leaf.spec.stored_shape
-    if leaf.spec.form != "array" or value.shape in (shape, leaf.stored_shape):
-        return value
-    return value[tuple(map(slice, shape))]
 
 
 def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: str) -> None:

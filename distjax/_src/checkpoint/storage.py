@@ -23,6 +23,7 @@ the directory and removes steps.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -39,6 +40,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
 from jax.sharding import Sharding
 
 from distjax._src.checkpoint.leaves import Leaf, encode_array
@@ -195,14 +198,25 @@ class Storage:
 
     # -- writing --------------------------------------------------------------
 
-    def write(self, step: int, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
-        """Starts writing a step, after completing the one in progress."""
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, Any],
+        description: Mapping[str, Any],
+        cuts: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Starts writing a step, after completing the one in progress.
+
+        `cuts` are the shapes of the values of arrays that are padded, by key.
+        """
         self._require_origin()
         self.wait()
         if self._is_alone_in_a_job:  # orbax rejects single-process arrays there
             for key, array in arrays.items():
                 require_wholly_here(array, repr(key))
             arrays = {key: np.array(array) for key, array in arrays.items()}
+            arrays |= {key: arrays[key][tuple(map(slice, shape))] for key, shape in cuts.items()}
+            cuts = {}
             if jax.process_index() != 0:  # orbax writes no single-process arrays here at all
                 values = {key: encode_array(array) for key, array in arrays.items()}
                 description = {**description, "values": {**description["values"], **values}}
@@ -214,7 +228,7 @@ class Storage:
             # Where one process cannot write, orbax leaves the others waiting for it.
             hear_all(self.job, "the start of a save", self._try_to_begin)
             barrier = None if self.job is None else _WriteBarrier(self.job)
-            writer = self._make_writer(barrier)
+            writer = self._make_writer(barrier, cuts)
 
             def begin() -> None:
                 self._under_way = step, writer, barrier
@@ -453,7 +467,9 @@ class Storage:
 
     # -- orbax ----------------------------------------------------------------
 
-    def _make_writer(self, barrier: _WriteBarrier | None) -> ocp.AsyncCheckpointer:
+    def _make_writer(
+        self, barrier: _WriteBarrier | None, cuts: Mapping[str, tuple[int, ...]]
+    ) -> ocp.AsyncCheckpointer:
         processes = _processes(is_alone=self.job is None)
         seconds = _DAY if self.job is None else math.ceil(self.job.timeouts.phase_timeout)
         options = ocp.AsyncOptions(
@@ -468,11 +484,51 @@ class Storage:
                 multiprocessing_options=processes, async_options=options
             ),
             description=ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
-            values=ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+            values=ocp.PyTreeCheckpointHandler(
+                handler_impl=_ArrayHandler(cuts, processes), multiprocessing_options=processes
+            ),
         )
         return ocp.AsyncCheckpointer(
             handler, async_options=options, multiprocessing_options=processes
         )
+
+
+class _ArrayHandler(ocp.BasePyTreeCheckpointHandler):
+    """Writes arrays; where all are on the disk, cuts padded ones to the shapes of their values.
+
+    JAX has no uneven arrays, files do: so each device writes what it holds, and nobody reads it
+    to leave out the zeros at its end.
+    """
+
+    def __init__(
+        self, cuts: Mapping[str, tuple[int, ...]], processes: ocp.options.MultiprocessingOptions
+    ):
+        super().__init__(multiprocessing_options=processes)
+        self._cuts = cuts
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Completes the files, on the first process; the step still has its other name."""
+        super().finalize(directory)
+        folder = {"driver": "file", "path": f"{directory}/"}
+        for key, shape in self._cuts.items():
+            files = {"driver": "ocdbt", "base": folder, "path": f"{key}/"}
+            spec = {"driver": "zarr", "kvstore": files}
+            tensorstore.open(spec, open=True).result().resize(exclusive_max=shape).result()
+        if self._cuts:
+            _make_whole(Path(directory, "_sharding"), self._cuts)
+
+
+def _make_whole(path: Path, keys: Iterable[str]) -> None:
+    """Says of arrays in orbax's file of shardings that each device has all of them.
+
+    A restore by orbax alone, which is told no sharding, looks there, and fails where the number of
+    devices does not divide an axis.
+    """
+    shardings = json.loads(path.read_text())
+    for key in keys:
+        name = base64.urlsafe_b64encode(key.encode()).decode()
+        shardings[name] = json.dumps({**json.loads(shardings[name]), "partition_spec": []})
+    path.write_text(json.dumps(shardings))
 
 
 def _processes(*, is_alone: bool) -> ocp.options.MultiprocessingOptions:
@@ -499,7 +555,7 @@ class Place:
 
     Attributes:
       sharding: how it is laid out on devices; None: in host memory.
-      shape: the shape that it is cut or padded to there; None: as it was saved.
+      shape: the shape that it is padded to there; None: as it was saved.
     """
 
     sharding: Sharding | None = None

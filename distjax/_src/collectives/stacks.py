@@ -6,6 +6,7 @@ reduce the gradient of that: gathered layers, and gradients, then take the memor
 written by hand with shardings alone do so. Here such a gather is moved into the scans, and the
 reduction of what a scan returns into that scan, in the code of one replica, once its maps have been
 joined. A stack of which replicas hold whole layers is first exchanged for parts of every layer.
+Padding, which is one call with its collective (`PartitionedLayout`), is done by layer, too.
 What else takes the whole stack leaves the gather where it was.
 """
 
@@ -24,6 +25,14 @@ from distjax._src.typing import PyTree
 
 #: The collectives that can be done by layer -> the parameter with the axis that they join or split.
 _AXES = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+#: What pads a stack, or leaves its padding out -> the parameters with an entry for each axis.
+_PADDING = {
+    "pad": ("padding_config",),
+    "reshape": ("new_sizes",),
+    "slice": ("start_indices", "limit_indices", "strides"),
+}
+#: What may hold a collective: each device of a replica does its own part; with padding.
+_HOLDERS = ("shard_map", "jit")
 #: The calls that XLA inlines, too.
 _CALLS = frozenset(("closed_call", "eval_jaxpr", "jit"))
 _CONVERT = "convert_element_type"
@@ -97,31 +106,73 @@ def _with_code(eqn: JaxprEqn, code: Jaxpr, **params: PyTree) -> JaxprEqn:
 
 
 def _collective(eqn: JaxprEqn) -> JaxprEqn | None:
-    """Returns the gather or reduction over the replicas that an equation is, or maps; or None."""
-    if eqn.primitive.name == "shard_map":  # each device of a replica gathers its own part
+    """Returns the gather or reduction over the replicas that an equation is, or holds; or None."""
+    if eqn.primitive.name in _HOLDERS:
         code, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-        is_alone = len(code.eqns) == len(eqn.invars) == len(eqn.outvars) == 1
-        has_all = all(not spec or spec[0] is None for spec in eqn.params["in_specs"])
-        return _collective(code.eqns[0]) if is_alone and has_all else None
+        has_all = all(not spec or spec[0] is None for spec in eqn.params.get("in_specs", ()))
+        return _collective_in(code) if len(eqn.invars) == 1 and has_all else None
     is_one = eqn.primitive.name in _AXES and eqn.params["tiled"] and len(eqn.invars) == 1
     return eqn if is_one and not eqn.params.get("axis_index_groups") else None
 
 
+def _collective_in(code: Jaxpr) -> JaxprEqn | None:
+    """Returns the only collective of code that does nothing else but pad, layer by layer."""
+    made, found = code.invars[0], list[JaxprEqn]()
+    for eqn in code.eqns:
+        takes_more = not all(isinstance(v, Literal) for v in eqn.invars[1:])
+        if not eqn.invars or eqn.invars[0] is not made or takes_more or len(eqn.outvars) != 1:
+            return None
+        collective = _collective(eqn)
+        if collective is not None:
+            found.append(collective)
+        elif eqn.primitive.name not in _PADDING or not _has_layers_of(eqn):
+            return None
+        made = eqn.outvars[0]
+    is_all = len(found) == 1 and len(code.outvars) == 1 and code.outvars[0] is made
+    return found[0] if is_all else None
+
+
+def _has_layers_of(eqn: JaxprEqn) -> bool:
+    """Whether what an equation makes has the layers of what it takes."""
+    taken, made = _ends(eqn)
+    is_shifted = any(eqn.params["padding_config"][0]) if eqn.primitive.name == "pad" else False
+    return taken.aval.shape[:1] == made.aval.shape[:1] and not is_shifted
+
+
 def _of_layer(eqn: JaxprEqn, taken: PyTree, made: PyTree) -> JaxprEqn:
     """Returns the collective of a stack as that of one layer."""
-    if eqn.primitive.name != "shard_map":
-        axis = _AXES[eqn.primitive.name]
-        params = {**eqn.params, axis: eqn.params[axis] - 1}
-        return eqn.replace(invars=[taken], outvars=[made], params=params)
+    return _retyped(eqn, taken, made, _sliced, _params_of_layer)
+
+
+def _params_of_layer(eqn: JaxprEqn) -> dict[str, Any]:
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name in _AXES:
+        params[_AXES[name]] -= 1
+    elif name == "shard_map":
+        for key in ("in_specs", "out_specs"):
+            params[key] = tuple(PartitionSpec(*spec[1:]) for spec in params[key])
+    for key in _PADDING.get(name, ()):
+        params[key] = params[key] and params[key][1:]
+    return params
+
+
+def _retyped(
+    eqn: JaxprEqn,
+    taken: PyTree,
+    made: PyTree,
+    become: Callable[[Any], Var],
+    params_of: Callable[[JaxprEqn], dict[str, Any]],
+) -> JaxprEqn:
+    """Returns a collective for values of another type, `become(v)` instead of a variable."""
+    new = eqn.replace(invars=[taken, *eqn.invars[1:]], outvars=[made], params=params_of(eqn))
+    if eqn.primitive.name not in _HOLDERS:
+        return new
     code, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    own = [_sliced(v) for v in (*code.invars, *code.outvars)]
-    inner = [_of_layer(code.eqns[0], *own)]
-    specs = {
-        key: tuple(PartitionSpec(*spec[1:]) for spec in eqn.params[key])
-        for key in ("in_specs", "out_specs")
-    }
-    code = code.replace(invars=own[:1], outvars=own[1:], eqns=inner)
-    return _with_code(eqn.replace(invars=[taken], outvars=[made]), code, **specs)
+    own, eqns = [become(code.invars[0])], list[JaxprEqn]()
+    for e in code.eqns:
+        own.append(become(e.outvars[0]))
+        eqns.append(_retyped(e, own[-2], own[-1], become, params_of))
+    return _with_code(new, code.replace(invars=own[:1], outvars=own[-1:], eqns=eqns))
 
 
 def _sliced(stack: PyTree) -> Var:
@@ -142,6 +193,8 @@ def _moved(eqns: list[JaxprEqn], results: Sequence[Any], eqn: JaxprEqn) -> list[
     key, (taken, made) = _AXES[collective.primitive.name], _ends(eqn)
     if collective.params[key] > 0:
         return move(eqns, results, eqn)
+    if not _is_alone(eqn):
+        return eqns
     # Each replica holds whole layers: exchange them for a part of every layer.
     aval, count = (made if is_gather else taken).aval, collective.params["axis_size"]
     spec = eqn.params["in_specs"][0] if eqn is not collective else ()
@@ -178,6 +231,14 @@ def _moved(eqns: list[JaxprEqn], results: Sequence[Any], eqn: JaxprEqn) -> list[
     trial = [e for old in eqns for e in (instead if old is eqn else [old])]
     moved = move(trial, results, by_part)
     return eqns if moved is trial else moved
+
+
+def _is_alone(eqn: JaxprEqn) -> bool:
+    """Whether nothing is padded beside a collective."""
+    if eqn.primitive.name != "shard_map":
+        return eqn.primitive.name in _AXES
+    code, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    return len(code.eqns) == 1 and code.eqns[0].primitive.name in _AXES
 
 
 def _remade(
@@ -231,12 +292,13 @@ def _gather_inside(
     users = [e for e in eqns if _has(e.invars, whole)]
     if _has(results, whole):
         return eqns
-    if len(users) == 1 and users[0].primitive.name == _CONVERT and gather.primitive.name in _AXES:
+    if len(users) == 1 and users[0].primitive.name == _CONVERT:
         # Each replica converts its own part before it is gathered.
         (convert,) = users
-        narrow = Var(shard.aval.update(dtype=convert.params["new_dtype"]))
+        convert_type = lambda v: Var(v.aval.update(dtype=convert.params["new_dtype"]))
+        narrow = convert_type(shard)
         narrows = convert.replace(invars=[shard], outvars=[narrow])
-        gathers = gather.replace(invars=[narrow], outvars=convert.outvars)
+        gathers = _retyped(gather, narrow, convert.outvars[0], convert_type, lambda eqn: eqn.params)
         trial = [gathers if e is convert else narrows if e is gather else e for e in eqns]
         moved = _gather_inside(trial, results, gathers)
         return eqns if moved is trial else moved

@@ -417,11 +417,12 @@ def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
         for name, _, variable in named
         for leaf in jax.tree.leaves(raw_value(variable), is_leaf=is_per_replica)
         if isinstance(leaf, (jax.Array, PerReplica))
+        or (traces.is_struct(leaf) and leaf.sharding is not None)  # which stands for one
     ]
 
 
 def _describe_leaf(
-    name: str, variable: nnx.Variable[Any], leaf: jax.Array | PerReplica, strategy: StrategyLike
+    name: str, variable: nnx.Variable[Any], leaf: PyTree, strategy: StrategyLike
 ) -> VariableDescription:
     rule = rules.rule_of(variable)
     if isinstance(leaf, PerReplica):

@@ -91,8 +91,16 @@ def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
     add_argument_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
-    if isinstance(error, NameError) and axis is not None:
-        name = strategy.extended.public_axis_name
+    name = strategy.extended.public_axis_name
+    within = [name for name, _ in strategy.extended.topology.model_axes]
+    if isinstance(error, NameError) and axis is not None and axis[1] in within:
+        error.add_note(
+            f"{axis[1]!r} is an axis within each replica, over which the compiler adds what a step "
+            "written for one device needs.\n"
+            "  Fix: leave the collective out; or, by hand, in the step: "
+            f"jax.shard_map(fn, in_specs=..., out_specs=..., axis_names={{{axis[1]!r}}})"
+        )
+    elif isinstance(error, NameError) and axis is not None:
         error.add_note(
             f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
             f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
@@ -105,11 +113,26 @@ def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
             "  Fix: leave it out of the batch; or numbers in its place: "
             "np.unique(names, return_inverse=True)[1]"
         )
+    elif within and isinstance(error, ValueError) and _NAMES_MANUAL_AXIS.search(text):
+        error.add_note(
+            f"The step is written for one replica: nothing in it is split over {name!r}.\n"
+            f"  Fix: None in place of {name!r} in the spec, or in the rules that it comes from"
+        )
+    elif within and isinstance(error, ValueError) and "the mesh passed to shard_map" in text:
+        error.add_note(
+            "The step runs within a map over the replicas, whose mesh is in force.\n"
+            "  Fix: jax.shard_map without mesh=, over axes within the replica: "
+            f"axis_names={{{within[0]!r}}}"
+        )
     elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
         error.add_note(
             "A distjax.Variable stands where JAX wants an array.\n"
             "  Fix: v.value in place of v, and jax.grad of a function of values"
         )
+
+
+#: What JAX says of a constraint that names an axis over which a `shard_map` around it maps.
+_NAMES_MANUAL_AXIS = re.compile("can only refer to Auto axes|contains a manual axes")
 
 
 # -- ahead --------------------------------------------------------------------

@@ -105,9 +105,14 @@ class Analysis(Flow[bool]):
         is_exempt = is_declared and eqn.primitive.name == "pure_callback"
         impure = eqn.primitive.name in IMPURE and not is_exempt
         impure = impure or _hides_its_body(eqn)
-        if impure or eqn.effects or self.over_replicas(eqn):
+        if impure or any(map(self._is_seen, eqn.effects)) or self.over_replicas(eqn):
             return True
         return any(self._is_source(e, is_declared) for sub in sub_jaxprs(eqn) for e in sub.eqns)
+
+    def _is_seen(self, effect: object) -> bool:
+        """Returns whether an effect is more than a collective over an axis within each replica."""
+        is_collective = type(effect).__name__ == "NamedAxisEffect"
+        return not is_collective or getattr(effect, "name", None) == self.axis_name
 
     def _require_no_loop(self, eqn: JaxprEqn) -> None:
         """Raises if an opaque equation contains a loop or branch with a collective.

@@ -515,7 +515,7 @@ class PartitionedLayout:
         widths = [(0, 0, 0)] * by_block.ndim
         missing = -(self.size // self.blocks) % (self._num_replicas // self.blocks)
         widths[self.axis + 1] = (0, missing, 0)
-        by_block = lax.pad(by_block, jnp.zeros((), value.dtype), widths)
+        by_block = lax.pad(by_block, np.zeros((), value.dtype), widths)  # a literal in a trace
         return by_block.reshape(*before, -1, *behind)
 
     def unpadded(self, value: jax.Array) -> jax.Array:
@@ -576,7 +576,7 @@ class PartitionedLayout:
         """Returns the whole value, by an all-gather."""
         name, axis = self.topology.axis_name, self.axis
         gather = lambda x: self.unpadded(lax.all_gather(x, name, axis=axis, tiled=True))
-        return on_own_parts(gather, [local], [self.spec])[0]
+        return on_own_parts(self._as_one(gather), [local], [self.spec])[0]
 
     def own_part(self, value: jax.Array) -> jax.Array:
         value = self.padded(value)
@@ -591,8 +591,13 @@ class PartitionedLayout:
         scatter = lambda x: lax.psum_scatter(
             self.padded(x), name, scatter_dimension=axis, tiled=True
         )
-        total = on_own_parts(scatter, [summand], [self.spec])[0]
+        total = on_own_parts(self._as_one(scatter), [summand], [self.spec])[0]
         return from_total(op, total, topology.num_replicas)
+
+    def _as_one(self, collective: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a collective that, with its padding, is one equation: scans take it by layer."""
+        is_one = self.size is None or self.spec  # of the latter `on_own_parts` makes a map
+        return collective if is_one else jax.jit(collective)
 
 
 #: A `PartitionedLayout` as what one replica holds: for layouts that store such a value otherwise.

@@ -128,7 +128,7 @@ class Frame:
       state: where variables are read and written; None: their storage.
       in_update: whether `extended.update` is running a function on components.
       formers: for each update around it that runs outside of traces: variables' storages, and what
-        was there before the update wrote to them.
+        was there before it wrote to them.
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so methods of either kind may be called.
       from_set_strategy: whether `set_strategy` pushed this frame.

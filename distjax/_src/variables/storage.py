@@ -198,7 +198,7 @@ class StoredArray:
         self.is_lost = True
 
     def keep_former(self) -> None:
-        """Before a write in an eager update: keeps the array, for `call_or_undo` to put back."""
+        """Before a write outside of traces: keeps the array, for `call_or_undo` to put back."""
         for formers in frames.current().formers:
             if self not in formers:
                 with self.lock:

@@ -36,6 +36,7 @@ from distjax._src.typing import (
     VariableSynchronization,
 )
 from distjax._src.variables.conversion import rounded
+from distjax._src.variables.storage import call_or_undo
 from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message, require
 
@@ -121,7 +122,9 @@ class Metric(abc.ABC):
             a `measure` that does not return the totals.
         """
         own, frame = self._strategy, frames.current()
-        if own.extended.is_default or _is_replica_of(own, frame):
+        if own.extended.is_default:  # a total at a time, but all or none of them
+            call_or_undo(frame, lambda: self._add_here(*args, **kwargs))
+        elif _is_replica_of(own, frame):
             self._add_here(*args, **kwargs)
         elif self._counts_once((args, kwargs)):
             own.run(self._add_on_first_replica, args, kwargs)
@@ -156,8 +159,11 @@ class Metric(abc.ABC):
     def reset(self) -> None:
         """Sets the totals to zero. Context: any; a replica sets its own component."""
         with self._between_closures():
-            for variable in self.variables.values():
-                variable.write(np.zeros(variable.shape, variable.dtype))
+            call_or_undo(frames.current(), self._write_zeros)
+
+    def _write_zeros(self) -> None:
+        for variable in self.variables.values():
+            variable.write(np.zeros(variable.shape, variable.dtype))
 
     def _between_closures(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the totals belong together: each batch is in all or none."""

@@ -105,10 +105,15 @@ def step_module(strategy: dj.Strategy, folder: pathlib.Path) -> Campaign:
 
 
 def update_variables(strategy: dj.Strategy, folder: pathlib.Path) -> Campaign:
-    """Returns an update of one variable, in cross-replica context."""
-    (variable,) = _make_variables(strategy, 1)
-    update = lambda: strategy.extended.update(variable, lambda v: v.assign_add(jnp.ones(8)))
-    return Campaign(update, lambda: _agree([variable.value]))
+    """Returns an update of a variable and of its slot, in cross-replica context."""
+    variable, slot = _make_variables(strategy, 2)
+
+    def add(v: dj.Variable) -> None:
+        slot.assign_add(jnp.ones(8))
+        v.assign_add(jnp.ones(8))
+
+    update = lambda: strategy.extended.update(variable, add)
+    return Campaign(update, lambda: _agree([variable.value, slot.value]))
 
 
 def draw_elements(strategy: dj.Strategy, folder: pathlib.Path) -> Campaign:

@@ -9,6 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax.errors import BatchError, LocalityError, StrategyMismatchError
+from tests.interrupts import in_packages, interrupted
 from tests.replicas import ids, local, per_replica
 
 
@@ -380,3 +381,24 @@ def test_a_count_that_has_wrapped_around_gives_nan(pair):
     assert float(mean.result()) == pytest.approx(1)
     mean.update(np.ones(200, np.float32))
     assert np.isnan(mean.result())
+
+
+@pytest.mark.parametrize("make_strategy", [dj.get_strategy, lambda: dj.VirtualStrategy(2)])
+def test_an_interrupt_leaves_totals_that_belong_together(make_strategy):
+    with make_strategy().scope():
+        mean = dj.metrics.Mean("loss")
+    fill = lambda: mean.update(np.full(2, 3.0))
+    frames = in_packages("distjax.metrics", "distjax._src.strategies", "distjax._src.variables")
+    for call, before in ((fill, mean.reset), (mean.reset, fill)):
+        for _ in range(3):
+            before(), call()
+        for at in range(1, 500):
+            mean.reset()
+            if before is fill:
+                fill()
+            outcome = interrupted(call, at, frames)
+            totals = [float(v.value) for v in mean.variables.values()]
+            assert sorted(totals) in ([0, 0], [2, 6]), outcome.line
+            if outcome.line is None:
+                break
+        assert 10 < at < 499

@@ -8,6 +8,7 @@ import pytest
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.interrupts import in_packages, interrupted
 
 SHAPE = (16, 4)
 
@@ -156,6 +157,27 @@ def test_an_error_while_swapped_swaps_back(pair):
         assert float(w.value) == 1.0
         raise KeyError
     assert (float(w.value), float(ema.averages[0].value)) == (3.0, 1.0)
+
+
+def test_an_interrupt_while_it_swaps_swaps_back(pair):
+    """Ctrl-C waits for a swap that is launched, and comes before the block or after it."""
+    with pair.scope():
+        w = dj.Variable(1.0, name="w")
+    ema = dj.optim.ExponentialMovingAverage(0.5)
+    ema.init([w])
+    w.assign(3.0)
+
+    def evaluate():
+        with ema.swapped():
+            assert float(w.value) == 1.0
+
+    evaluate()
+    for at in range(1, 400):
+        outcome = interrupted(evaluate, at, in_packages("distjax._src.program"))
+        assert (float(w.value), float(ema.averages[0].value)) == (3.0, 1.0), outcome.line
+        if outcome.line is None:
+            break
+    assert 20 < at < 399
 
 
 def test_what_a_moving_average_refuses(pair):

@@ -89,7 +89,8 @@ def test_variables_and_runs_of_two_sets_of_devices(mirrored):
     ]
     for step in wrong:
         message = (
-            r"(?s)needs all its variables, and all strategies that it runs.*a dj\.jit for each"
+            r"(?s)needs all its variables, and all strategies that it runs.*"
+            r"argument read\[0\] of .*a dj\.jit for each"
         )
         with pytest.raises(LocalityError, match=message):
             dj.jit(step)(x)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.errors import ContextError
 
 SETTINGS = {
     "enable_x64": lambda: jax.enable_x64(True),
@@ -128,8 +129,18 @@ def test_nan_is_an_error_where_it_is_looked_for(pair, check, is_warm, wrap):
         call(1.0)
     with check(True):
         call(2.0)
-        with pytest.raises(FloatingPointError):
+        with pytest.raises(FloatingPointError) as caught:
             call(bad)
+    text, fixes = str(caught.value), ("strategy.jit(step)(...)", "assign them")
+    if "values from before" in text:
+        assert float(v.value) == 1 + is_warm and fixes[0] in text
+        with check(True), pytest.raises(FloatingPointError, match="encountered in (log|div)"):
+            pair.jit(step)(bad)
+        assert float(v.value) == 1 + is_warm
+    else:
+        assert "have no value now" in text and fixes[1] in text
+        with pytest.raises(ContextError, match="^variable 'v' needs a value"):
+            _ = v.value
     v.assign(3.0)  # as it says
     with check(True):
         call(2.0)

@@ -1,5 +1,6 @@
 """extended.update and its neighbors: values and refusals (decisions 11, 13, 14)."""
 
+import contextlib
 import gc
 
 import jax
@@ -351,6 +352,104 @@ def test_decision_23_another_strategys_variable(pair):
 
 def merge_of(fn):
     return dj.get_replica_context().merge_call(lambda s: fn())
+
+
+def make_with_slot(strategy):
+    """Returns a variable, its momentum, and an update of both, as optimizers make them."""
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros(3))
+        with strategy.extended.colocate_vars_with(v):
+            momentum = dj.Variable(jnp.zeros(3))
+
+    def update(v, amount):
+        momentum.assign_add(amount)
+        v.assign_add(momentum.value)
+
+    return v, momentum, update
+
+
+@pytest.mark.parametrize("inner", ["eager", "jit", "run", "update", "scope"])
+@pytest.mark.parametrize(
+    "make_strategy",
+    [
+        dj.get_strategy,
+        dj.OneDeviceStrategy,
+        lambda: dj.MirroredStrategy(jax.devices()[:2]),
+        lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
+        lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters", min_split_bytes=0),
+    ],
+    ids=["default", "one_device", "mirrored", "central", "parameters"],
+)
+def test_an_update_that_raises_has_written_no_variable(make_strategy, inner):
+    strategy = make_strategy()
+    v, momentum, update = make_with_slot(strategy)
+    compiled = dj.jit(lambda: update(v, jnp.ones(3)))
+    extended = strategy.extended
+    extended.update(v, update, args=(jnp.ones(3),))
+    compiled()
+
+    def write(v, amount):
+        if inner == "jit":
+            compiled()
+        elif inner == "run":
+            strategy.run(merge_of, args=(lambda: update(v, jnp.ones(3)),))
+        elif inner == "update":
+            extended.update(v, update, args=(amount,))
+        else:
+            with strategy.scope() if inner == "scope" else contextlib.nullcontext():
+                update(v, amount)
+
+    def raises(v, amount):
+        write(v, amount)
+        raise ZeroDivisionError
+
+    held = v.value
+    for call in (
+        lambda: extended.update(v, raises, args=(jnp.ones(3),)),
+        lambda: extended.update(momentum, lambda _, x: raises(v, x), args=(jnp.ones(3),)),
+        lambda: extended.update_non_slot(
+            extended.non_slot_devices([v]), raises, args=(v, jnp.ones(3))
+        ),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        np.testing.assert_array_equal(v.value, np.full(3, 3.0))
+        np.testing.assert_array_equal(momentum.value, np.full(3, 2.0))
+    extended.update(v, write, args=(jnp.ones(3),))
+    compiled()
+    np.testing.assert_array_equal(v.value, np.full(3, 10.0))
+    np.testing.assert_array_equal(momentum.value, np.full(3, 4.0))
+    np.testing.assert_array_equal(held, np.full(3, 3.0))
+
+
+def test_an_error_in_an_update_that_is_caught_leaves_what_was_written_before(pair):
+    v, momentum, update = make_with_slot(pair)
+
+    def inner(v):
+        update(v, jnp.ones(3))
+        raise ZeroDivisionError
+
+    def outer(v):
+        update(v, jnp.ones(3))
+        with pytest.raises(ZeroDivisionError):
+            pair.extended.update(v, inner)
+
+    pair.extended.update(v, outer)
+    np.testing.assert_array_equal([v.value, momentum.value], np.ones((2, 3)))
+
+
+def test_an_interrupted_update_has_written_all_or_nothing(mirrored):
+    v, momentum, update = make_with_slot(mirrored)
+    call = lambda: mirrored.extended.update(v, update, args=(jnp.ones(3),))
+    call()
+    frames = in_packages("distjax._src.strategies", "distjax._src.variables")
+    for at in range(1, 600):
+        outcome = interrupted(call, at, frames)
+        num_updates = int(momentum.value[0])
+        assert float(v.value[0]) == sum(range(num_updates + 1)), outcome.line
+        if outcome.line is None:
+            break
+    assert 30 < at < 599
 
 
 def test_an_update_left_while_it_is_entered_undoes_nothing_later(mirrored):

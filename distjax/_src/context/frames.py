@@ -127,6 +127,8 @@ class Frame:
       replica_context: the ReplicaContext in a replica context, else None.
       state: where variables are read and written; None: their storage.
       in_update: whether `extended.update` is running a function on components.
+      formers: for each update around it that runs outside of traces: variables' storages, and what
+        was there before it wrote to them.
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so methods of either kind may be called.
       from_set_strategy: whether `set_strategy` pushed this frame.
@@ -136,6 +138,7 @@ class Frame:
     replica_context: Any = None
     state: Any = None
     in_update: bool = False
+    formers: tuple[dict[Any, Any], ...] = ()
     colocate_with: Any = None
     allows_both: bool = False
     from_set_strategy: bool = False
@@ -417,10 +420,18 @@ def _scope_frame(strategy: StrategyLike) -> Frame:
     now = current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(now)
-        return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
+        return dataclasses.replace(
+            now, strategy=strategy, allows_both=True, from_set_strategy=False
+        )
     require_enterable(strategy, "scope()")
     colocate_with = now.colocate_with if now.strategy is strategy else None
-    return Frame(strategy, state=now.state, in_update=now.in_update, colocate_with=colocate_with)
+    return Frame(
+        strategy,
+        state=now.state,
+        in_update=now.in_update,
+        formers=now.formers,
+        colocate_with=colocate_with,
+    )
 
 
 def _require_nothing_to_nest(now: Frame) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src.context import StrategyLike, frames
+from distjax._src.interrupts import interrupts
 from distjax._src.optim.optimizer import active, require_variables
 from distjax._src.program.jit import jit
 from distjax._src.typing import PyTree
@@ -141,13 +142,16 @@ class ExponentialMovingAverage:
             fix="with ema.swapped(): evaluate(...)",
             error=ContextError,
         )
-        with active(self._strategy):
-            self._swap()
+        are_swapped = False
         try:
+            with interrupts.held(), active(self._strategy):
+                self._swap()
+                are_swapped = True  # Ctrl-C, which has waited for the swap, comes after this
             yield
         finally:
-            with active(self._strategy):
-                self._swap()
+            if are_swapped:
+                with interrupts.held(), active(self._strategy):
+                    self._swap()
 
     @property
     def _strategy(self) -> Any:

@@ -38,7 +38,7 @@ from distjax._src.variables.variable import Variable
 #: The bytes are without padding, 0 in host memory.
 Arguments = Mapping[str, Record]
 #: Where those are that a strategy decides about: variables, and parts of modules.
-KEPT = re.compile(r"operands\[[01]\]|.*\.<state ")
+KEPT = re.compile(r"(written|read)\[|.*\.<state ")
 #: How JAX spells the only array of a node of ours, here and in the compiler's text.
 _INDEX = re.compile(r"\[<flat index (\d+)>\]")
 #: What optax calls its slots, and layers their statistics, where users keep them in variables.
@@ -60,8 +60,9 @@ def arguments_of(
     found: dict[str, Record] = {}
     seen: collections.Counter[str] = collections.Counter()
     for path, info in tree_leaves_with_path(operands, is_leaf=is_placeholder):
-        where = "operands" + _INDEX.sub(r"[\1]", keystr(path))
         index = path[0].idx
+        first = ("written", "read", "kwargs")[index] if index < 3 else f"args[{index - 3}]"
+        where = first + _INDEX.sub(r"[\1]", keystr(path[1:]))
         if is_placeholder(info):
             own = zip(info.leaves, objects.get(info.index, []), strict=False)
             for i, (leaf, known) in enumerate(own):

@@ -92,7 +92,8 @@ class Build:
         self._afters = [w.after for w in self.watchers if w.after is not None]
         #: Who is told of a program before its first launch, though it may have no variables.
         self.on_compiled = [w.compiled for w in self.watchers if w.compiled is not None]
-        body = lambda *operands: self._emit(*operands)  # a new function: JAX's caches go by it
+        # A new function, since JAX's caches go by it, with the names that JAX's errors tell.
+        body = lambda written, read, kwargs, *args: self._emit(written, read, kwargs, *args)
         body.__name__ = body.__qualname__ = found.name
         self.jitted = jax.jit(body, donate_argnums=(0, *(3 + n for n in step.donate_argnums)))
 
@@ -224,6 +225,8 @@ class Build:
             self.lock.settle()
         else:
             self.lock.show()
+        for variable in self.writes:
+            variable.stored.keep_former()
         arrays = [v.stored.take_private() for v in self.writes]
         read = [v.stored.array if v.stored.is_private else v.stored.require() for v in self.reads]
         self._newest = newest = NewestArrays([v.stored for v in self.writes], arrays, read)

@@ -464,18 +464,25 @@ def require_no_nan(
 
 
 def _nan_text(step: Step, build: Build | None, are_gone: bool) -> str:
-    writes = build is not None and build.writes
-    if writes:
+    writes = build.writes if build is not None else ()
+    if any(v.stored.is_lost for v in writes):
+        gone = "variables that it writes have no value now"
         fix = (
             "restore a checkpoint or assign them; to find the operation, call a part of the "
             "step that writes no variable"
         )
+    elif writes:  # JAX donates nothing in programs that it has compiled in this mode
+        gone = "its variables have the values from before"
+        fix = (
+            "dj.jit(step)(...) or strategy.jit(step)(...) with these arguments: in a first call, "
+            "JAX names the operation"
+        )
     else:
+        gone = "JAX looks at its results"
         fix = (
             "jax.jit(part)(rows of one replica) for a part of the step without reductions: JAX "
             "then names the operation"
         )
-    gone = "variables that it writes have no value now" if writes else "JAX looks at its results"
     if are_gone:
         gone += ", and arguments named in donate_argnums are gone"
     return message(

@@ -289,7 +289,6 @@ class ServerStorage(StoredArray):
     def add(self, amount: Array, *, negated: bool = False) -> None:
         """Adds to the value, at each server in one operation."""
         self.require_made()
-        self._num_changes += 1
         amount = jnp.asarray(self.on_own_devices(amount))
         amount = -amount if negated else amount
         with jax_compat.outside_traces():
@@ -307,7 +306,6 @@ class ServerStorage(StoredArray):
 
     def put(self, array: jax.Array | None) -> None:
         """Sends a value to the servers."""
-        self._num_changes += 1
         if isinstance(array, jax.Array):
             with jax_compat.outside_traces():
                 self._send(array)

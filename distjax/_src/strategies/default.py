@@ -78,9 +78,8 @@ class DefaultExtended(StrategyExtended):
         """Calls ``fn`` in a fresh replica context."""
         args, kwargs = require_call(fn, args, kwargs, "run")
         frames.require_cross_replica(self.strategy, "run")
-        frame = Frame(
-            self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
-        )
+        now, replica_context = frames.current(), DefaultReplicaContext(self.strategy)
+        frame = Frame(self.strategy, replica_context, state=now.state, formers=now.formers)
         args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
             args, kwargs = unmark((args, kwargs))

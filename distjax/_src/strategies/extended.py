@@ -344,7 +344,8 @@ class StrategyExtended:
 
         Args:
           var: a variable of this strategy.
-          fn: reads and writes the copy through `var`; writes are raw.
+          fn: reads and writes the copy through `var`; writes are raw. If it raises, nothing of
+            what it wrote, to other variables too, has been written.
           args: with the locality of `var`; per-replica ones are passed component by component.
           kwargs: keyword arguments.
           group: True: returns the merged result. False: returns a nest whose leaves are

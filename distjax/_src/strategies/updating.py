@@ -37,6 +37,7 @@ from distjax._src.replica.trace import Given, emit_on_replicas, trace_replica
 from distjax._src.strategies.values import parts_of
 from distjax._src.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax._src.variables.state import TraceState
+from distjax._src.variables.storage import call_or_undo
 from distjax._src.variables.variable import ExtendedForVariables, Variable
 from distjax.errors import (
     ContextError,
@@ -94,12 +95,20 @@ def _on_the_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    with frames.with_frame(extended.update_frame()):
-        if frames.current().state is not None:
-            return fn(variable, *args, **kwargs)
-        # What others push to a server in between would be undone too.
-        with extended.pause_writers():
-            return variable.stored.call_or_undo(lambda: fn(variable, *args, **kwargs))
+    return _all_or_nothing(extended, lambda: fn(variable, *args, **kwargs))
+
+
+def _all_or_nothing(extended: Updated, call: Callable[[], Any]) -> Any:
+    """Returns ``call()`` in the frame of an update; if it raises, nothing has been written."""
+    frame = extended.update_frame()
+    if frame.state is not None:  # what is traced has written nothing yet
+        with frames.with_frame(frame):
+            return call()
+    with extended.variable_lock:
+        extended.variable_lock.settle()  # so that a program in between takes the arrays anew
+    # What others push to a server in between would be undone too.
+    with extended.pause_writers():
+        return call_or_undo(frame, call)
 
 
 def _require_own(extended: Updated, variable: Variable) -> None:
@@ -203,8 +212,7 @@ def update_non_slot(
     if per_replica:
         result = _on_each_copy(extended, None, fn, args, kwargs)
     else:
-        with frames.with_frame(extended.update_frame()):
-            result = fn(*args, **kwargs)
+        result = _all_or_nothing(extended, lambda: fn(*args, **kwargs))
     return result if group else _as_lists(extended, _has_counter_copies(extended), result)
 
 

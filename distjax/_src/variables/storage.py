@@ -16,6 +16,7 @@ fetches and sends its value.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,6 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from distjax._src import jax_compat
+from distjax._src.context import Frame, frames
+from distjax._src.interrupts import interrupts
 from distjax._src.placement import copied, transfer
 from distjax._src.traces import as_traced, struct, type_of
 from distjax._src.typing import PyTree
@@ -133,7 +136,6 @@ class StoredArray:
         self._global_shape = self.layout.local_form.global_shape(self._shape)
         self.array: jax.Array | None = None
         self.is_private = self.is_lost = False
-        self._num_changes = 0
         # The array and the parts that it was last split into, as far as users hold them.
         self._components: tuple[weakref.ref[Any], ...] = ()
 
@@ -188,7 +190,6 @@ class StoredArray:
         """Stores an array, with the lock held and all arrays with their variables."""
         self.lock.hide()
         self.array = array
-        self._num_changes += 1
         self.is_private = array is not None
 
     def lose(self) -> None:
@@ -196,23 +197,20 @@ class StoredArray:
         self.put(None)
         self.is_lost = True
 
-    def call_or_undo(self, write: Callable[[], Any]) -> Any:
-        """Returns ``write()``, whose writes take effect at once: all or, if it raises, none.
-
-        No context of a generator: one that a Ctrl-C leaves as it is entered would end when it is
-        collected, and undo what has been written since.
-        """
-        former = None if self.read() is None else self.hand_out()
-        num_changes = self._num_changes
-        try:
-            return write()
-        except BaseException:
-            with self.lock:
-                self.lock.settle()
-                if self._num_changes != num_changes:
-                    self.put(former)
+    def keep_former(self) -> None:
+        """Before a write outside of traces: keeps the array, for `call_or_undo` to put back."""
+        for formers in frames.current().formers:
+            if self not in formers:
+                with self.lock:
+                    formers[self] = self.read()
                     self.is_private = False
-            raise
+
+    def put_back(self, former: jax.Array | None) -> None:
+        """Stores the array that `keep_former` has kept."""
+        with self.lock:
+            self.lock.settle()
+            self.put(former)
+            self.is_private = False
 
     # -- the value, in global form ------------------------------------------------
 
@@ -334,6 +332,24 @@ def make_storage(variable: Declared, lock: VariableLock) -> StoredArray:
     sharding = variable.layout.sharding
     only_compiles = sharding is not None and jax_compat.only_compiles(sharding.device_set)
     return (CompileOnlyStorage if only_compiles else StoredArray)(variable, lock)
+
+
+def call_or_undo(frame: Frame, write: Callable[[], Any]) -> Any:
+    """Returns ``write()`` in the frame; if it raises, all that it has written is as before.
+
+    No context of a generator: one that a Ctrl-C leaves as it is entered would end when it is
+    collected, and undo what has been written since.
+    """
+    formers: dict[StoredArray, Any] = {}
+    own = dataclasses.replace(frame, formers=(*frames.current().formers, formers))
+    try:
+        with frames.with_frame(own):
+            return write()
+    except BaseException:
+        with interrupts.held():
+            for stored, former in formers.items():
+                stored.put_back(former)
+        raise
 
 
 #: The arrays of variables that users were given, by `id`: a call that donates its arguments copies

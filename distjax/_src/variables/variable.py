@@ -575,6 +575,7 @@ def _write_component(
         return
     stored = variable.stored
     with stored.lock:
+        stored.keep_former()
         has_place = method == "assign" and (stored.is_lost or stored.read() is not None)
         if not has_place:  # an assignment needs no previous value, so it can replace a deleted one
             stored.require_made()

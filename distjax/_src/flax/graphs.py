@@ -534,6 +534,18 @@ def _in_inner_trace(node: PyTree) -> TraceLeakError:
     )
 
 
+def run_in_another_trace(node: PyTree) -> TraceLeakError:
+    """Returns the error for an object that would have to hold values of a trace around the run."""
+    return TraceLeakError(
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a step that changes it, run in a function that jax.jit or another transformation "
+        "traces",
+        why="its new values are those of that trace, and it was made outside of it",
+        fix="strategy.run without jax.jit around it, since it compiles the step itself; or dj.jit "
+        "in its place",
+    )
+
+
 def not_found(node: PyTree) -> TraceLeakError:
     """Returns the error for an object that a step uses but distjax did not find."""
     return TraceLeakError(

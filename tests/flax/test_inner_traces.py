@@ -1,6 +1,7 @@
 """Objects of a step that the body of a scan or a branch changes: the error names what works."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,8 @@ def test_an_object_written_in_a_trace_inside(mirrored, program, inner, write, ma
         return INNER[inner](Counter() if made_in_step else model, write)
 
     model = Counter()
-    with pytest.raises(TraceLeakError, match=r"in the trace that it belongs to[^$]*nnx\.scan"):
+    text = rf"in the trace that it belongs to[^$]* at {re.escape(__file__)}:\d+[^$]*nnx\.scan"
+    with pytest.raises(TraceLeakError, match=text):
         PROGRAMS[program](mirrored, step)(model)
     assert model.count[...] == 0 and not hasattr(model, "new")
 

@@ -70,6 +70,8 @@ class StrategyDescription:
     def __str__(self) -> str:
         return as_text(list(self._tables()))
 
+    __repr__ = __str__  # what a prompt shows
+
     def _repr_html_(self) -> str:
         return as_html(list(self._tables()))
 

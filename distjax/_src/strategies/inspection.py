@@ -25,7 +25,7 @@ from distjax._src.tables import Table, as_html, as_text, format_bytes
 from distjax._src.typing import PyTree
 from distjax._src.variables.description import VariableDescription
 from distjax._src.variables.variable import Variable
-from distjax.errors import ContextError, LocalityError, describe_value, message, require
+from distjax.errors import ContextError, LocalityError, describe_value, message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,19 +168,20 @@ def _all_of(facts: Sequence[str]) -> str:
 def describe(
     extended: StrategyExtended,
     variables: Sequence[VariableDescription] | None = None,
-    only: str = "",
+    only: object = "",
     full: bool = False,
 ) -> StrategyDescription:
     """Returns the description of a strategy: see `Strategy.describe`."""
-    require(
-        isinstance(only, str),
-        "describe needs a part of the names of variables",
-        got=describe_value(only),
-        why="it lists the variables that the strategy has placed, of all models",
-        fix="with strategy.scope(): dj.flax.place(model), before its first run, and then "
-        f"strategy.describe({type(only).__name__!r})",
-        error=TypeError,
-    )
+    if not isinstance(only, str):
+        raise TypeError(
+            message(
+                "describe needs a part of the names of variables",
+                got=describe_value(only),
+                why="it lists the variables that the strategy has placed, of all models",
+                fix="with strategy.scope(): dj.flax.place(model), before its first run, and then "
+                f"strategy.describe({type(only).__name__!r})",
+            )
+        )
     topology = extended.topology
     if variables is None:
         living = sorted(extended.variables, key=lambda v: v.serial_number)

@@ -24,6 +24,8 @@ class Table:
     def __str__(self) -> str:
         return as_text([self])
 
+    __repr__ = __str__  # what a prompt shows
+
     def _repr_html_(self) -> str:
         return as_html([self])
 

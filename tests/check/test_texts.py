@@ -370,3 +370,36 @@ def test_statistics_of_a_batch_norm(strategy, library):
     assert "with dj.expect(reason) around its call" in text
     assert is_right(step_with(make(strategy.axis_name)), jnp.ones(3), x, **given)
     assert is_right(step_with(make(), "local statistics"), jnp.ones(3), x, **given)
+
+
+def pairs_loss(params, x, y, gather=lambda rows: rows, first=0):
+    """A contrastive loss: which of all y belongs to each x."""
+    scores = jnp.tanh(x @ params["w"]) @ gather(y).T  # pairs
+    own = first + jnp.arange(len(x))
+    return optax.softmax_cross_entropy_with_integer_labels(scores, own).mean()
+
+
+def test_rows_that_are_compared_with_those_of_one_replica(strategy):
+    """As in CLIP. The fix is taken to the letter."""
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(2, 12, 5)).astype(np.float32)
+    (batch,) = strategy.distribute_dataset([tuple(rows)])
+    params = {"w": random.normal(size=(5, 5)).astype(np.float32)}
+
+    def wrong(params, x, y):
+        return descend(params, lax.pmean(jax.grad(pairs_loss)(params, x, y), AXIS))
+
+    def right(params, x, y):
+        ctx = dj.get_replica_context()
+        gather = lambda y: ctx.all_gather(y, axis=0)
+        first = ctx.replica_id_in_sync_group * len(y)
+        grads = jax.grad(pairs_loss)(params, x, y, gather, first)
+        return descend(params, lax.pmean(grads, AXIS))
+
+    found = finding_of(wrong, params, *batch, strategy=strategy)
+    assert found.source == f"{line_of(__file__, 'pairs')} (pairs_loss)"
+    assert found.text.splitlines()[-1] == (
+        "  Fix: ctx.all_gather(y, axis=0) of the rows that each one is compared with; its own are "
+        "number ctx.replica_id_in_sync_group * len(y) and following"
+    )
+    dj.check(right, params, *batch, strategy=strategy)

@@ -353,14 +353,14 @@ def test_pictures(several):
 
 
 def test_an_array_with_a_row_for_each_replica_is_pointed_out(pair):
-    rows, other = np.zeros((2, 3)), np.zeros((3, 2))
-    step = lambda batch, n: jax.lax.psum(batch["x"].sum() + batch["y"].sum(), pair.axis_name) + n
-    found = dj.explain(step, {"x": rows, "y": other}, 1, strategy=pair)
+    rows, params = np.zeros((2, 3)), {"b": np.zeros(2), "w": np.zeros((3, 2))}
+    step = lambda batch, params: jax.lax.psum(batch["x"] @ params["w"] + params["b"], "replica")
+    found = dj.explain(step, {"x": rows}, params, strategy=pair)
     assert found.possible_rows == ("batch['x']",) and found.arguments["batch['x']"] == "M"
-    assert "arrays with as many rows as there are replicas" in str(found)
-    wrapped = dj.explain(step, {"x": pair.per_replica(rows), "y": other}, 1, strategy=pair)
+    assert "arrays with as many rows as there are replicas" in str(found)  # not b, beside w
+    wrapped = dj.explain(step, {"x": pair.per_replica(rows)}, params, strategy=pair)
     assert wrapped.possible_rows == () and "as many rows" not in str(wrapped)
-    lone = dj.explain(step, {"x": rows[:1], "y": other}, 1, strategy=dj.VirtualStrategy(1))
+    lone = dj.explain(step, {"x": rows[:1]}, params, strategy=dj.VirtualStrategy(1))
     assert lone.possible_rows == ()
 
 

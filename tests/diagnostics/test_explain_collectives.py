@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import distjax as dj
@@ -193,3 +194,54 @@ def test_bytes_follow_the_dtype():
 
     found = dj.explain(step, vectors(strategy), strategy=strategy)
     assert found.written_counts == {"all-gather": (1, 2 * 4), "all-reduce": (2, 4 * 2 + 4 * 8)}
+
+
+def nnx_step(strategy, update):
+    model = nnx.Linear(COLUMNS, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def step(model, optimizer, metrics, x):
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        metrics.update(loss=loss)
+        update(optimizer, model, grads)
+
+    (x,) = strategy.distribute_dataset([np.ones((16, COLUMNS), np.float32)])
+    return dj.explain(step, model, optimizer, metrics, x, strategy=strategy)
+
+
+def updates_whole(optimizer, model, grads):
+    grads = dj.get_replica_context().all_reduce("mean", grads)  # averages
+    optimizer.update(model, grads)  # gathers
+
+
+def test_optimizer_state_that_is_gathered_is_named_with_the_line_that_needs_it():
+    strategy = dj.ShardedStrategy(partition="optimizer", min_split_bytes=0)
+    found = nnx_step(strategy, updates_whole)
+    gathered = [c for c in found.written if c.kind == "all-gather"]
+    assert sum(c.result_bytes for c in gathered) >= 2 * 16 * COLUMNS * F32
+    told = "parts of Optimizer.opt_state, gathered for the step"
+    assert {c.source for c in gathered} == {told}
+    assert {c.source for c in found.compiled if c.kind == "all-gather"} == {told}
+    (note,) = found.findings
+    line = f"{at('gathers')} (updates_whole)"
+    assert (note.level, note.source) == ("note", line)
+    assert note.rule == "ZeRO undone: dj.flax.apply_gradients keeps the parts"
+    assert note.text.splitlines() == [
+        "Optimizer.opt_state, which is split over the replicas, needs to be updated in parts.",
+        f"  Got: whole arrays, gathered on every device for {line}.",
+        "  Why: optimizer.update computes with whole arrays: nothing is saved while the step runs.",
+        "  Fix: dj.flax.apply_gradients(optimizer, model, grads), with each replica's own "
+        "gradients, in place of all_reduce and optimizer.update",
+    ]
+    assert note.rule in str(found) and "gathered at" not in str(found)
+    assert {why for run in found.runs for path, _, why in run.why if "kernel" in path} == {
+        f"psum at {at('averages')} (updates_whole)"
+    }
+    assert nnx_step(strategy, dj.flax.apply_gradients).findings == ()
+
+
+def test_what_is_combined_after_the_step_is_not_a_line_of_the_user():
+    found = nnx_step(dj.MirroredStrategy(jax.devices()[:2]), updates_whole)
+    after = "metrics and statistics, combined after the step"
+    assert sum(c.result_bytes for c in found.written if c.source == after) == 2 * F32

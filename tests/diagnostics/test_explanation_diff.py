@@ -105,3 +105,9 @@ def test_results_that_one_step_lacks_and_variables_of_later_runs(two, x):
     found = dj.explain(once, x).diff(dj.explain(twice, x))
     changes = {change.path: (change.first, change.second) for change in found.proofs}
     assert changes == {"[1]": ("M", "-"), "variable 'seen' of run 2": ("-", "T")}
+
+
+def test_a_prompt_shows_the_text_of_each_report(two, x):
+    found = dj.explain(mean, x, strategy=two)
+    for report in (found, found.diff(found), two.describe(), dj.visualize(x)):
+        assert repr(report) == str(report)

@@ -1,5 +1,8 @@
 """Objects of a step that the body of a scan or a branch changes: the error names what works."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +74,8 @@ def test_an_object_written_in_a_trace_inside(mirrored, program, inner, write, ma
         return INNER[inner](Counter() if made_in_step else model, write)
 
     model = Counter()
-    with pytest.raises(TraceLeakError, match=r"in the trace that it belongs to[^$]*nnx\.scan"):
+    text = rf"in the trace that it belongs to[^$]* at {re.escape(__file__)}:\d+[^$]*nnx\.scan"
+    with pytest.raises(TraceLeakError, match=text):
         PROGRAMS[program](mirrored, step)(model)
     assert model.count[...] == 0 and not hasattr(model, "new")
 
@@ -140,3 +144,25 @@ def test_what_the_error_names_works(mirrored, program, fix):
     model = Counter()
     PROGRAMS[program](mirrored, FIXES[fix])(model)
     np.testing.assert_array_equal(model.count[...], 3.0)
+
+
+@pytest.mark.parametrize("write", [add, set_attribute])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])
+def test_a_run_that_changes_an_object_inside_jax_jit(mirrored, write, is_captured):
+    model = Counter()
+    step = lambda x: write(model, x)
+    if not is_captured:
+        step = functools.partial(lambda model, x: write(model, x), model)
+    with pytest.raises(TraceLeakError) as error:
+        jax.jit(lambda x: mirrored.run(step, args=(x,)))(1.0)
+    assert str(error.value).splitlines() == [
+        "an nnx.Counter needs to be changed in the trace that it belongs to.",
+        "  Got: a step that changes it, run in a function that jax.jit or another transformation "
+        "traces.",
+        "  Why: its new values are those of that trace, and it was made outside of it.",
+        "  Fix: strategy.run without jax.jit around it, since it compiles the step itself; or "
+        "dj.jit in its place",
+    ]
+    assert model.count[...] == 0 and not hasattr(model, "new")
+    dj.jit(lambda x: mirrored.run(step, args=(x,)))(1.0)
+    assert model.count[...] == 1 or hasattr(model, "new")

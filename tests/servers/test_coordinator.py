@@ -641,6 +641,12 @@ def test_workers_come_and_go():
         for bad in ([1], [7], 5):
             with pytest.raises(ValueError, match="^remove_workers needs the ids of existing"):
                 coordinator.remove_workers(bad)
+
+        def chosen():  # the user's code may ask the coordinator
+            yield from [worker["id"] for worker in coordinator.stats()["workers"]]
+
+        with pytest.raises(ValueError, match=r"Got: \[1\], of the workers \[1\]"):
+            coordinator.remove_workers(chosen())
         for call in (coordinator.add_workers, coordinator.remove_workers):
             with pytest.raises(ValueError, match="needs an int of 1 or more"):
                 call(0)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import distjax as dj
 
@@ -171,3 +172,26 @@ def test_totals_by_kind_and_over_all_devices():
     found = " ".join(str(strategy.describe()).split())
     assert "bytes per device 40 B of parameters 16 B of optimizer state 16 B of other" in found
     assert "of other state 8 B bytes on all devices 80 B" in found, seen
+
+
+def test_a_strategy_without_variables_says_how_a_module_gets_there():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    rows = [" ".join(line.split()) for line in str(strategy.describe()).splitlines()]
+    assert "variables 0; Flax modules come with their first run, or dj.flax.place(module)" in rows
+    with pytest.raises(TypeError) as error:
+        strategy.describe(model)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "describe needs a part of the names of variables."
+    assert lines[1].startswith("  Got: Linear")
+    assert lines[2:] == [
+        "  Why: it lists the variables that the strategy has placed, of all models.",
+        "  Fix: with strategy.scope(): dj.flax.place(model), before its first run, and then "
+        "strategy.describe('Linear')",
+    ]
+    with strategy.scope():
+        dj.flax.place(model)
+    assert {v.name for v in strategy.describe("Linear").variables} == {
+        "Linear.bias",
+        "Linear.kernel",
+    }

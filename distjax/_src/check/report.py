@@ -57,7 +57,20 @@ def _usual_fix(where: Break | None) -> str:
             "BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all replicas' "
             "examples; for those of its own on each replica: with dj.expect(reason) around its call"
         )
+    if where is not None and _pairs_rows(where):
+        return (
+            "ctx.all_gather(y, axis=0) of the rows that each one is compared with; its own are "
+            "number ctx.replica_id_in_sync_group * len(y) and following"
+        )
     return "reduce sums and counts, and compute what is not linear from the totals"
+
+
+def _pairs_rows(where: Break) -> bool:
+    """Returns whether each row is combined with each other one, as in a contrastive loss."""
+    if where.came_in is None or where.kind is None or where.kind.form != ROWS:
+        return False
+    before, after = (np.shape(node.value)[1:] for node in (where.came_in, where.node))
+    return any(1 <= before.count(n) < after.count(n) for n in after if n > 1)
 
 
 def excuse_note(excused: Mapping[str, Tags]) -> Finding:

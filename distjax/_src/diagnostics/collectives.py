@@ -27,6 +27,7 @@ from distjax._src.program.jit import LoweredProgram
 from distjax._src.tables import Table, format_bytes
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN, SourceFrame, find_line
+from distjax._src.variables.state import COMBINED_WRITES, PARTS_OF
 
 KINDS = (
     "all-reduce",
@@ -352,8 +353,13 @@ def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[s
     """Returns "file:line (function)" of the user's innermost frame, or None.
 
     If the merge function belongs to a library, the line is that of the `merge_call`, found by
-    `names`: the scopes "a/b/c" that the operation was staged in.
+    `names`: the scopes "a/b/c" that the operation was staged in. What no line asks for, but the
+    state of a step with objects, has a name in place of the line.
     """
+    if parts := PARTS_OF.search(names):
+        return f"parts of {parts[1]}, gathered for the step"
+    if COMBINED_WRITES in names:
+        return "metrics and statistics, combined after the step"
     own = list(itertools.takewhile(lambda f: not f.function.endswith(_MERGE_BOUNDARIES), frames))
     if len(own) == len(frames):
         return find_line(own)

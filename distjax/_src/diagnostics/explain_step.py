@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -62,7 +63,8 @@ from distjax._src.strategies.strategy import Strategy
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import keep_user_lines
 from distjax._src.variables.conversion import is_number
-from distjax.errors import ContextError, UnsupportedError
+from distjax._src.variables.state import PARTS_OF
+from distjax.errors import ContextError, UnsupportedError, message
 
 #: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]
@@ -259,13 +261,18 @@ def _arguments(
 
 
 def _possible_rows(arguments: Mapping[str, Any], counts: Collection[int]) -> tuple[str, ...]:
-    """Returns the paths of host arrays with as many rows as there are replicas, if over 1."""
-    return tuple(
-        path
-        for path, leaf in arguments.items()
-        if not isinstance(leaf, jax.Array) or not leaf.committed
-        if is_array(leaf) and leaf.ndim and 1 < leaf.shape[0] in counts
-    )
+    """Returns the paths of host arrays with as many rows as there are replicas, if over 1.
+
+    A tree of rows, as from `jax_utils.replicate`, has them in all of its arrays; where only some
+    have as many, it is by chance.
+    """
+    found: dict[str, dict[str, bool]] = {}
+    for path, leaf in arguments.items():
+        if is_array(leaf) and leaf.ndim:
+            is_on_host = not isinstance(leaf, jax.Array) or not leaf.committed
+            is_rows = is_on_host and 1 < leaf.shape[0] in counts
+            found.setdefault(re.split(r"[.\[]", path)[0], {})[path] = is_rows
+    return tuple(path for own in found.values() if all(own.values()) for path in own)
 
 
 def _variables(notes: Notes) -> tuple[VariableUse, ...]:
@@ -383,6 +390,9 @@ class Notes:
         """Records reductions of equal values in replica code."""
         for eqn in _Reductions(topology.axis_name).of_equal(jaxpr, varying):
             self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
+        for name, line in _reads_of_parts(jaxpr):
+            if name.endswith("opt_state"):
+                self.on_finding(Finding("note", _GATHERED_STATE, _gathered_text(name, line), line))
 
     @contextlib.contextmanager
     def in_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
@@ -427,6 +437,33 @@ def _with_names(told: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return list(told)
     # A step with objects returns (the user's results, what became of the objects, their arrays).
     return [(names.get(path, path.removeprefix("[0]")), *rest) for path, *rest in told]
+
+
+#: Short, for a report that fits a screen.
+_GATHERED_STATE = "ZeRO undone: dj.flax.apply_gradients keeps the parts"
+
+
+def _gathered_text(name: str, line: str) -> str:
+    return message(
+        f"{name}, which is split over the replicas, needs to be updated in parts",
+        got=f"whole arrays, gathered on every device for {line}",
+        why="optimizer.update computes with whole arrays: nothing is saved while the step runs",
+        fix="dj.flax.apply_gradients(optimizer, model, grads), with each replica's own gradients, "
+        "in place of all_reduce and optimizer.update",
+    )
+
+
+def _reads_of_parts(jaxpr: jax_compat.Jaxpr) -> Iterator[tuple[str, str]]:
+    """Yields what is gathered for a step, by name, and the user's line that first reads it."""
+    gathered: dict[Any, str] = {}
+    for eqn in jaxpr.eqns:
+        parts = PARTS_OF.search(str(eqn.source_info.name_stack))
+        if parts:
+            gathered.update(dict.fromkeys(eqn.outvars, parts[1]))
+            continue
+        for v in eqn.invars:
+            if not isinstance(v, jax_compat.Literal) and v in gathered:
+                yield gathered.pop(v), user_lines.source_line(eqn)
 
 
 def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:

@@ -201,6 +201,8 @@ class Explanation:
     def __str__(self) -> str:
         return as_text(list(self._tables()))
 
+    __repr__ = __str__  # what a prompt shows
+
     def _repr_html_(self) -> str:
         return as_html(list(self._tables()))
 
@@ -406,6 +408,8 @@ class ExplanationDiff:
 
     def __str__(self) -> str:
         return as_text(list(self._tables()))
+
+    __repr__ = __str__  # what a prompt shows
 
     def _repr_html_(self) -> str:
         return as_html(list(self._tables()))

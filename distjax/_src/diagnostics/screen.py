@@ -18,7 +18,8 @@ MOST_ROWS = 8
 _REASON_WIDTH = 54
 _PART = re.compile(r"\.?[^.\[]+|\.?\[[^\]]*\]")
 _FOLDER = re.compile(r"\S*[/\\](?=[^/\\\s]+:\d+ )")
-_NUMBER = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
+#: The number of a layer: not that of a result, or of one of ``*args``, which comes first.
+_NUMBER = re.compile(r"(?<=.[.\[])(?<!^args\[)\d+(?=[.\]]|$)")
 
 
 def fits_screen(tables: Sequence[Table]) -> bool:
@@ -48,6 +49,8 @@ def name_together(names: Sequence[str], others: Iterable[str], width: int = 30) 
     Example:
       >>> name_together(["model.a.w", "model.a.b", "model.c.w"], ["model.c.b"])
       'model.a (2), model.c.w'
+      >>> name_together(["[0].layers[0].w", "[0].layers[1].w", "[1]"], ["[2]"])
+      '[0] (2), [1]'
     """
     taken = {prefix for other in others for prefix in _prefixes(other)}
     found: collections.Counter[str] = collections.Counter()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 
 from distjax._src import jax_compat, traces
 from distjax._src.context import StrategyLike, frames
@@ -35,6 +37,7 @@ from distjax._src.flax.graphs import (
     put_back_strategies,
     references,
     require_no_traced_values,
+    run_in_another_trace,
     strategy_records,
 )
 from distjax._src.flax.plans import (
@@ -267,6 +270,12 @@ class SplitNNX:
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, list[Any]]) -> None:
         """Writes the new values to the objects, and their new graph if it changed."""
+        try:
+            self._write_back(outcome, stored)
+        except TraceContextError as error:
+            raise run_in_another_trace(self._objects[0]) from error
+
+    def _write_back(self, outcome: Outcome, stored: Mapping[int, list[Any]]) -> None:
         after = outcome.variables
         values = {i: after[i].entry.treedef.unflatten(leaves) for i, leaves in stored.items()}
         if outcome.graphdef is None:
@@ -364,7 +373,7 @@ def _view_leaf(
     if context is None:
         return leaf
     if layout is not None and layout.local_form.is_split:
-        return frames.current().state.whole(leaf, layout.local_form)
+        return frames.current().state.whole(leaf, layout.local_form, _told_name(entry.path))
     if entry.rule == rules.FOLD:
         number = context.replica_id_in_sync_group
         if context.num_replicas_in_sync > 1 or are_exchanged():
@@ -373,6 +382,13 @@ def _view_leaf(
         # keys differ: this says so, and XLA leaves nothing of it.
         return jnp.where(number == 0, leaf, leaf)
     return leaf
+
+
+def _told_name(path: str) -> str:
+    """Returns what a report calls an array by: its part of the object, or the optimizer's state."""
+    parts = path.split(".")
+    count = parts.index("opt_state") + 1 if "opt_state" in parts else 2
+    return re.sub(r"[^\w.]", "_", ".".join(parts[:count]))
 
 
 def _fold_keys(keys: jax.Array, number: ArrayLike) -> jax.Array:

@@ -21,6 +21,7 @@ from distjax._src.placement import is_host_memory
 from distjax._src.replica import merge
 from distjax._src.strategies.strategy import are_equal
 from distjax._src.typing import PyTree
+from distjax._src.user_lines import UNKNOWN, SourceFrame, find_line
 from distjax.errors import StrategyMismatchError, TraceLeakError, describe_value, message
 
 # -- object types -------------------------------------------------------------
@@ -495,7 +496,11 @@ def explain_here(error: Exception) -> TraceLeakError | None:
     if node is None:
         return None
     modules = {frame.f_globals.get("__name__") for frame in _frames(error)}
-    return (_in_merge if merge.__name__ in modules else _in_inner_trace)(node)
+    if merge.__name__ in modules:
+        return _in_merge(node)
+    steps = traceback.walk_tb(error.__traceback__)
+    calls = [SourceFrame(f.f_code.co_qualname, f.f_code.co_filename, n) for f, n in steps]
+    return _in_inner_trace(node, find_line(reversed(calls)) or UNKNOWN)
 
 
 def _refused(error: Exception) -> list[PyTree]:
@@ -522,15 +527,28 @@ def _in_merge(node: PyTree) -> TraceLeakError:
     )
 
 
-def _in_inner_trace(node: PyTree) -> TraceLeakError:
+def _in_inner_trace(node: PyTree, line: str) -> TraceLeakError:
     return TraceLeakError(
         f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
-        got="a write in the body of a scan, a branch or another function that JAX traces by itself",
+        got="a write in the body of a gradient, a scan, a branch or what else JAX traces by "
+        f"itself, at {line}",
         why="the body is traced once, apart from the step, and JAX knows nothing of the "
         "object: what it writes is neither a carry nor a result",
-        fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
-        "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
+        fix="nnx.grad, nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, "
+        "state = nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
         "nnx.state as a carry or result, and nnx.update(model, state) after",
+    )
+
+
+def run_in_another_trace(node: PyTree) -> TraceLeakError:
+    """Returns the error for an object that would have to hold values of a trace around the run."""
+    return TraceLeakError(
+        f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+        got="a step that changes it, run in a function that jax.jit or another transformation "
+        "traces",
+        why="its new values are those of that trace, and it was made outside of it",
+        fix="strategy.run without jax.jit around it, since it compiles the step itself; or dj.jit "
+        "in its place",
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -23,6 +24,7 @@ from distjax._src.replica.global_value import from_user_value, stack_replicas
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import calling_line
 from distjax._src.variables.layouts import Layout, in_force
+from distjax._src.variables.state import COMBINED_WRITES
 from distjax.errors import LocalityError, LocalityWarning, message
 
 
@@ -154,7 +156,8 @@ def _reduce_sums(sums: Sequence[_Leaf], topology: Topology) -> dict[tuple[int, i
     values = [stack_replicas(from_user_value(x.value), topology) for x in sums]
     options = CommunicationOptions(bytes_per_pack=sum(x.nbytes for x in values) or 1)
     reduce = lambda *local: sum_over_replicas(local, topology, options)
-    totals = map_replicas(topology, reduce, values, [True] * len(values), False)
+    with jax.named_scope(COMBINED_WRITES):
+        totals = map_replicas(topology, reduce, values, [True] * len(values), False)
     return {
         x.where: total / topology.num_replicas if x.entry.rule == rules.MEAN else total
         for x, total in zip(sums, totals, strict=True)
@@ -168,7 +171,8 @@ def _combine_metric(
     named = {leaf.entry.metric[1]: leaf for leaf in leaves if leaf.entry.metric is not None}
     parts = [stack_replicas(from_user_value(leaf.value), topology) for leaf in named.values()]
     gather = lambda *local: [lax.all_gather(x, topology.axis_name) for x in local]
-    gathered = map_replicas(topology, gather, parts, [True] * len(parts), False)
+    with jax.named_scope(COMBINED_WRITES):
+        gathered = map_replicas(topology, gather, parts, [True] * len(parts), False)
     whole = require_whole(kind, combine(dict(zip(named, gathered, strict=True))), named)
     return {x.where: jnp.asarray(whole[name], x.value.dtype) for name, x in named.items()}
 

@@ -32,7 +32,7 @@ from distjax._src.replica.analysis import MERGE_NAME, Analysis, is_declared_equa
 from distjax._src.replica.global_value import GlobalValue
 from distjax._src.replica.trace import Given, TracedRun
 from distjax._src.typing import PyTree
-from distjax._src.variables.state import variable_p
+from distjax._src.variables.state import PARTS_OF, variable_p
 from distjax.errors import DivergenceError
 
 
@@ -192,6 +192,8 @@ class Reasons:
             if eqn is None or id(eqn) in seen:
                 continue
             seen.add(id(eqn))
+            if PARTS_OF.search(str(eqn.source_info.name_stack)):
+                continue  # it was equal before the step
             if eqn.primitive.name == MERGE_NAME:
                 lines[f"merge_call at {Site(eqn, ()).source}"] = None
             elif self._analysis.over_replicas(eqn):

@@ -97,6 +97,8 @@ class Report:
             tables += [Table(f"of {name_of(shown)} on {shown.topology}:"), *plan_tables(shown, 4)]
         return as_text(tables)
 
+    __repr__ = __str__  # what a prompt shows
+
 
 def name_of(plan: Record) -> str:
     """Returns the strategy of a plan, with its model axes and options."""

@@ -846,6 +846,10 @@ class Coordinator:
           ValueError: an unknown id, or no worker would be left.
         """
         self._require_ready("remove_workers")
+        if isinstance(ids_or_n, Iterable):
+            ids_or_n = list(dict.fromkeys(ids_or_n))  # here: the board chooses under its lock
+        else:
+            _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
         self._board.remove_workers(functools.partial(_choose, ids_or_n))
 
     # -- snapshots ------------------------------------------------------------
@@ -1021,13 +1025,9 @@ def _require_positive(value: object, method: str, name: str, fix: str) -> None:
     require_int(f"{method}: {name}", value, 1, why=why, fix=fix)
 
 
-def _choose(ids_or_n: int | Iterable[int], known: list[int]) -> list[int]:
+def _choose(ids_or_n: int | list[int], known: list[int]) -> list[int]:
     """Returns the ids of the workers to remove, of those that there are."""
-    if isinstance(ids_or_n, Iterable):
-        ids = list(dict.fromkeys(ids_or_n))
-    else:
-        _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
-        ids = known[-ids_or_n:]
+    ids = ids_or_n if isinstance(ids_or_n, list) else known[-ids_or_n:]
     require(
         set(ids) < set(known),
         "remove_workers needs the ids of existing workers, and one worker to remain",

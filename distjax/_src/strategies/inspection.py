@@ -25,7 +25,7 @@ from distjax._src.tables import Table, as_html, as_text, format_bytes
 from distjax._src.typing import PyTree
 from distjax._src.variables.description import VariableDescription
 from distjax._src.variables.variable import Variable
-from distjax.errors import ContextError, LocalityError, message
+from distjax.errors import ContextError, LocalityError, describe_value, message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,8 @@ class StrategyDescription:
     def __str__(self) -> str:
         return as_text(list(self._tables()))
 
+    __repr__ = __str__  # what a prompt shows
+
     def _repr_html_(self) -> str:
         return as_html(list(self._tables()))
 
@@ -83,7 +85,7 @@ class StrategyDescription:
         facts = (
             ("replicas of each worker" if self.workers else "replicas", str(self.num_replicas)),
             *((where, f"{len(own)}, {share}: {', '.join(own)}") for where, own in places),
-            ("variables", str(len(self.variables))),
+            ("variables", str(len(self.variables)) if self.variables else _NONE_YET),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
         kinds: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state"), 0)
@@ -115,6 +117,8 @@ class StrategyDescription:
         return Table("variables:", (*header, *(name for name, _ in columns)), tuple(rows))
 
 
+#: What has no variables may have models all the same.
+_NONE_YET = "0; Flax modules come with their first run, or dj.flax.place(module)"
 #: How many variables have a line of their own: what fits a screen.
 MOST_ROWS = 40
 
@@ -164,10 +168,20 @@ def _all_of(facts: Sequence[str]) -> str:
 def describe(
     extended: StrategyExtended,
     variables: Sequence[VariableDescription] | None = None,
-    only: str = "",
+    only: object = "",
     full: bool = False,
 ) -> StrategyDescription:
     """Returns the description of a strategy: see `Strategy.describe`."""
+    if not isinstance(only, str):
+        raise TypeError(
+            message(
+                "describe needs a part of the names of variables",
+                got=describe_value(only),
+                why="it lists the variables that the strategy has placed, of all models",
+                fix="with strategy.scope(): dj.flax.place(model), before its first run, and then "
+                f"strategy.describe({type(only).__name__!r})",
+            )
+        )
     topology = extended.topology
     if variables is None:
         living = sorted(extended.variables, key=lambda v: v.serial_number)

@@ -12,6 +12,7 @@ its constructors then return the variables already made, in order (`CreationLog`
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from typing import Any, Protocol
@@ -25,6 +26,10 @@ from distjax._src.variables.layouts import LocalForm
 from distjax.errors import ContextError, TraceLeakError, message
 
 variable_p = jax_compat.Primitive("distjax_variable")
+#: The scope in which what a step is given in parts is gathered, with what it is a part of.
+PARTS_OF = re.compile(r"distjax_parts_of:([\w.]*)")
+#: The scope in which what the replicas wrote to objects is combined after a step.
+COMBINED_WRITES = "distjax_combined_writes"
 
 
 class WeakVariable(weakref.ref[Any]):
@@ -156,13 +161,15 @@ class TraceState:
             self._gathered[variable] = (shard, whole)
         return whole
 
-    def whole(self, shard: jax.Array, form: LocalForm) -> Any:
+    def whole(self, shard: jax.Array, form: LocalForm, name: str = "") -> Any:
         """Returns the value gathered from this replica's shard, and remembers the shard.
 
         Code that is given the whole value can get the shard back with `shard_of`; if nothing
-        else uses the whole value, the gather is dead code.
+        else uses the whole value, the gather is dead code. No line of the user's asks for it:
+        `dj.explain` tells its name.
         """
-        whole = form.gather(shard)
+        with jax.named_scope(f"distjax_parts_of:{name}"):
+            whole = form.gather(shard)
         self._shards[id(whole)] = (whole, shard, form)
         return whole
 

@@ -183,7 +183,7 @@ def test_collectives_have_causes():
     (written,) = mirrored.collectives.written
     assert (written.kind, written.bytes, written.axis) == ("all-reduce", 4 * WIDTH**2, "replica")
     assert "test_plan.py" in written.lines[0]
-    assert [c.variables for c in mirrored.collectives.compiled] == [["w"]]
+    assert [c.lines for c in mirrored.collectives.compiled] == [written.lines]
     kinds = {c.kind for c in zero3.collectives.written}
     assert kinds == {"all-gather", "reduce-scatter"}
     assert all(c.lines or c.made_by_xla for c in zero3.collectives.compiled)
@@ -250,11 +250,12 @@ def test_the_largest_batch(limit, start, refused_above):
         return peak(size)
 
     found = planning.largest_batch(peak_of, start, peak(start), limit)
-    assert found == 0 or fits(found) and (found >= 2**20 or not fits(found + 1 + found // 60))
+    is_full = found >= 2**20 or peak(found) > 0.98 * limit or not fits(found + 1 + found // 60)
+    assert found == 0 or (fits(found) and is_full)
     assert found or not fits(1)
     assert len(tried) == len(set(tried)) <= 20
-    if refused_above > 2**20 and 500 <= limit < 10**7:  # as programs do
-        assert len(tried) <= 8
+    if refused_above > 2**20 and limit >= 500:  # as programs do
+        assert len(tried) <= 4
 
 
 def test_no_more_examples_where_the_compiler_saves_memory():
@@ -444,12 +445,12 @@ def test_the_command_writes_what_it_says(script):
 @pytest.mark.parametrize(
     "example", ["digits/train.py", "digits/functional.py", "digits/modules.py"]
 )
-def test_the_examples_have_targets(example):
+def test_the_examples_have_targets(example, tmp_path):
     root = pathlib.Path(__file__).parents[2]
-    target = f"examples/{example}:plan"
-    done = run(target, "--topology", "cpu:4", "--strategies", "mirrored", "--json", "-", cwd=root)
+    target, file = f"examples/{example}:plan", str(tmp_path / "plan.json")
+    done = run(target, "--topology", "cpu:4", "--strategies", "mirrored", "--json", file, cwd=root)
     assert done.returncode == 0, done.stderr
-    (plan,) = json.loads(done.stdout)["plans"]
+    (plan,) = json.loads(pathlib.Path(file).read_text())["plans"]
     causes = plan["memory"]["by_cause"]
     # 18,788 numbers of three convolutions, their norms and a linear layer, and momentum for each.
     assert causes["parameters"] >= 4 * 18_000 and causes["optimizer"] >= 4 * 18_000

@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 
-from distjax._src.plan import page, targets
+from distjax._src.plan import page
 from distjax._src.plan.planning import STRATEGIES, plan
-from distjax._src.plan.report import Report
 from distjax.errors import message
 
 _EXAMPLE = "example: python -m distjax plan train.py:plan --topology v5e:16x16 --html plan.html"
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         for file in filter(None, (chosen.json, chosen.html)):  # before minutes of work
             _save(file, "", "a")
-        found = plan(
-            targets.load(chosen.target),
+        report = plan(
+            chosen.target,
             chosen.topology.split(","),
             slices=chosen.slices,
             strategies=chosen.strategies.split(","),
@@ -41,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
             batch=chosen.batch,
             options=_pairs(chosen.option, str),
         )
-        report = Report(chosen.target, found.jax, found.libtpu, found.plans)
-        if chosen.json != "-":
-            print(report)
+        print(report)
         if chosen.json:
             _save(chosen.json, report.to_json(indent=1))
         if chosen.html:
@@ -73,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-axes", default="", metavar="NAME=M", help="axes inside of a replica")
     add("--batch", action="store_true", help="find the largest batch per replica that fits")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the compiler")
-    add("--json", metavar="FILE", help="write the numbers; -: to standard output")
+    add("--json", metavar="FILE", help="write the numbers")
     add("--html", metavar="FILE", help="write a page with pictures")
     return parser
 
@@ -106,9 +103,6 @@ def _pairs(texts: Sequence[str], kind: type) -> dict[str, Any]:
 
 
 def _save(file: str, text: str, mode: str = "w") -> None:
-    if file == "-":
-        print(text, end="\n" if text else "")
-        return
     try:
         with open(file, mode, encoding="utf-8") as opened:
             opened.write(text)

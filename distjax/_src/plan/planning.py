@@ -18,7 +18,6 @@ import jax
 from distjax._src import jax_compat
 from distjax._src.diagnostics.collectives import list_compiled, list_lowered
 from distjax._src.diagnostics.explain_step import Notes, lower_step
-from distjax._src.placement.topology import Topology
 from distjax._src.plan import reading, targets
 from distjax._src.plan.report import Record, Report
 from distjax._src.plan.schedule import Schedule
@@ -169,7 +168,8 @@ def _planned(
     told = reading.together([*map(reading.told_of, written)])
     collectives = Record(written=told, compiled=[])
     own: dict[str, Any] = {"collectives": collectives}
-    own["not_split"] = [*_not_split(arguments, name, topology)]
+    if topology.num_replicas > 1:
+        own["not_split"] = [*_not_split(arguments, name)]
     compiled = _compile(lowered, options)
     if isinstance(compiled, str):
         memory = reading.memory_of_refused(arguments, limit, compiled)
@@ -270,31 +270,13 @@ def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limi
     return good
 
 
-_WHY = {
-    "mirrored": "mirrored keeps a copy on each replica",
-    "zero1": "zero1 splits the state of the optimizer only",
-    "zero2": "zero2 splits gradients and the state of the optimizer only",
-}
-
-
-def _not_split(arguments: reading.Arguments, strategy: str, topology: Topology) -> Iterator[Record]:
+def _not_split(arguments: reading.Arguments, strategy: str) -> Iterator[Record]:
     for path, told in sorted(arguments.items(), key=lambda pair: -pair[1].bytes_per_chip):
-        if told.split or told.bytes_per_chip <= MIN_SPLIT_BYTES or topology.num_replicas == 1:
-            continue
-        if not reading.KEPT.match(path):
-            why = "an argument: strategies split variables and modules, which they keep"
-        elif strategy == "mirrored" or (told.cause == "parameters" and strategy in _WHY):
-            why = _WHY[strategy]
-        elif all(math.gcd(n, topology.num_replicas) == 1 for n in told.shape):
-            why = (
-                f"a module's array is not padded, and {topology.num_replicas} replicas have no "
-                f"divisor in common with an axis of {' x '.join(map(str, told.shape))}"
-            )
-        else:
-            why = (
-                f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"
-            )
-        yield Record(name=told.name, bytes=told.bytes_per_chip, why=why)
+        if not told.split and told.bytes_per_chip > MIN_SPLIT_BYTES:
+            why = told.why or f"{strategy} keeps the {told.cause} on each replica"
+            if not reading.KEPT.match(path):
+                why = "an argument: strategies split variables and modules, which they keep"
+            yield Record(name=told.name, bytes=told.bytes_per_chip, why=why)
 
 
 def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator[str]:

@@ -30,6 +30,7 @@ from distjax._src.replica.arguments import positional_names, user_path
 from distjax._src.strategies.inspection import kind_of
 from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
+from distjax._src.variables.layouts import Layout, MirroredLayout
 
 # -- arguments ---------------------------------------------------------------------
 
@@ -51,8 +52,8 @@ def arguments_of(
     variables = writes, [v for v in notes.reads if v not in set(writes)]
     owners = {v.name for v in (*variables[0], *variables[1]) if v.trainable}
     operands = lowered.args_info[0]
-    objects = _names_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
-    given, names = _given(args), positional_names(fn)
+    objects = _arrays_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
+    given = _given(args, positional_names(fn))
     found: dict[str, Record] = {}
     seen: collections.Counter[str] = collections.Counter()
     for path, info in tree_leaves_with_path(operands, is_leaf=is_placeholder):
@@ -68,18 +69,20 @@ def arguments_of(
             number = f" ({seen[variable.name]})" if seen[variable.name] > 1 else ""
             is_slot = not variable.trainable and variable.name.rpartition("/")[0] in owners
             cause = "optimizer" if is_slot else kind_of(variable.name, variable.trainable)
-            found[where] = _told(info, variable.name + number, cause, variable.sharding)
+            name, layout = variable.name + number, variable.layout
+            found[where] = _told(info, name, cause, variable.sharding, layout)
         else:
             place = f"[0][{index - 3}]" if index > 2 else "[1]"
             own_path = place + keystr(path[1:])
-            name = _INDEX.sub("", user_path(own_path, names))
-            sharding, cause = given.get(own_path, (None, ""))
-            found[where] = _told(info, name, cause or _cause_of(name, info), sharding)
+            found[where] = _told(info, *given.get(own_path, (own_path, "state", None)))
     return found
 
 
-def _told(info: PyTree, name: str, cause: str, sharding: Sharding | None) -> Record:
-    aval = _aval_of(info)
+def _told(
+    info: PyTree, name: str, cause: str, sharding: Sharding | None, layout: Layout | None = None
+) -> Record:
+    aval = info._aval if hasattr(info, "_aval") else info  # as of JAX 0.10, and as of 0.12
+    why = layout.why if isinstance(layout, MirroredLayout) else ""
     shape = tuple(aval.shape)
     own = shape if sharding is None else sharding.shard_shape(shape)
     is_host = sharding is not None and is_host_memory(sharding)
@@ -88,44 +91,37 @@ def _told(info: PyTree, name: str, cause: str, sharding: Sharding | None) -> Rec
     parts += [f"axis {i} by {n // m}" for i, (n, m) in pairs if m and n != m]
     size = 0 if is_host else math.prod(own) * aval.dtype.itemsize
     found = Record(name=name, cause=cause, shape=shape, dtype=str(aval.dtype), bytes_per_chip=size)
-    return Record(found, split=", ".join(parts), donated=bool(info.donated))
+    return Record(found, split=", ".join(parts), why=why, donated=bool(info.donated))
 
 
-def _aval_of(info: PyTree) -> Any:
-    return info._aval if hasattr(info, "_aval") else info  # as of JAX 0.10, and as of 0.12
-
-
-def _cause_of(name: str, info: PyTree) -> str:
-    """Returns the cause of an argument: arrays of floats are parameters unless their name says."""
-    aval = _aval_of(info)
-    return kind_of(name, bool(aval.shape) and jax.numpy.issubdtype(aval.dtype, np.inexact))
-
-
-def _names_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[str, str, Any]]]:
-    """Returns the name, cause and sharding of each array of each object, by its number."""
-    found: dict[int, list[tuple[str, str, Any]]] = collections.defaultdict(list)
+def _arrays_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[Any, ...]]]:
+    """Returns what to tell of each array of each object, by the number of the object."""
+    found: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
     node = treedef.node_data()
     if node is not None and node[0] is ObjectKeywords:
         plan = node[1][1]
         pairs = ((entry, layout) for entry in plan.entries for layout in entry.layouts)
         for owner, (entry, layout) in zip(plan.owners, pairs, strict=True):
             cause = kind_of(entry.path, entry.kind in ("Param", "LoRAParam"))
-            found[owner].append((entry.path, cause, getattr(layout, "sharding", None)))
+            sharding = None if layout is None else layout.sharding
+            found[owner].append((entry.path, cause, sharding, layout))
     return found
 
 
-def _given(args: Sequence[PyTree]) -> dict[str, tuple[Any, str]]:
-    """Returns the sharding of each array among positional arguments, by path.
-
-    With the cause, where its place or its class says it: a batch, or the state of an optimizer.
-    """
-    found: dict[str, tuple[Any, str]] = {}
+def _given(args: Sequence[PyTree], names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Returns what to tell of each array among positional arguments, by path."""
+    found: dict[str, tuple[Any, ...]] = {}
     is_optax = lambda x: type(x).__module__.split(".")[0] == "optax"
     is_one = lambda x: isinstance(x, PerReplica) or is_optax(x)
     for path, leaf in tree_leaves_with_path((tuple(args),), is_leaf=is_one):
-        cause = "batch" if isinstance(leaf, PerReplica) else "optimizer" if is_optax(leaf) else ""
         for inner, array in tree_leaves_with_path(leaf):
-            found[keystr((*path, *inner))] = getattr(array, "sharding", None), cause
+            own_path = keystr((*path, *inner))
+            name = _INDEX.sub("", user_path(own_path, names))
+            is_float = jax.numpy.issubdtype(getattr(array, "dtype", np.int32), np.inexact)
+            cause = kind_of(name, bool(np.ndim(array) and is_float))
+            cause = "optimizer" if is_optax(leaf) else cause
+            cause = "batch" if isinstance(leaf, PerReplica) else cause
+            found[own_path] = name, cause, getattr(array, "sharding", None)
     return found
 
 

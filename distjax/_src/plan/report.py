@@ -39,7 +39,8 @@ class Report:
       may use; ``by_cause`` the peak by parameters, optimizer, state, batch, gradients, activations,
       code, unattributed; ``by_variable`` every argument, the largest first: ``name``, ``cause``,
       ``shape`` over all chips, ``dtype``, ``bytes_per_chip`` as laid out there, ``split`` ("": each
-      chip has all of it), and whether it is ``donated``: its memory is reused for a result.
+      chip has all of it), ``why`` it is whole where others are split, and whether it is
+      ``donated``: its memory is reused for a result.
     - ``flops_per_chip`` of a step, loops counted once; ``seconds_at_least`` of ``compute``,
       ``memory``, ``network``, and the ``step``.
     - ``collectives``: those ``written`` in the code, and those ``compiled``: of one ``kind`` and

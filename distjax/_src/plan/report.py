@@ -45,9 +45,8 @@ class Report:
       ``memory``, ``network``, and the ``step``.
     - ``collectives``: those ``written`` in the code, and those ``compiled``: of one ``kind`` and
       cause the ``count`` and the ``bytes`` of their results, the mesh ``axis`` over which they go,
-      the user's ``lines``, the ``variables`` that they gather or whose gradients they reduce, what
-      the compiler made them for (``made_by_xla``; "": they are in the code), and whether other work
-      ``overlaps`` with them.
+      the user's ``lines``, the ``variables`` that they gather, what the compiler made them for
+      (``made_by_xla``; "": they are in the code), and whether other work ``overlaps`` with them.
     - ``not_split``: ``name`` and ``bytes`` of arrays over 64 KiB of which each chip has all, and
       ``why``; ``notes``: what else to know, in sentences.
     - ``schedule``: ``live_bytes`` along it, and ``collectives`` as [place of 1, kind, bytes].

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from distjax._src.diagnostics.collectives import axes_of, list_lowered
@@ -40,7 +40,8 @@ def test_groups_are_read_in_each_spelling(text):
 
 @pytest.mark.parametrize("count", [8, 256])
 def test_groups_of_many_devices_in_a_lowered_program(count):
-    mesh = AbstractMesh((count // 2, 2), ("replica", "model"))
+    kinds = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((count // 2, 2), ("replica", "model"), axis_types=kinds)
     total = lambda x: jax.lax.psum(x, "replica")
     step = jax.shard_map(total, mesh=mesh, in_specs=P("replica"), out_specs=P())
     x = jax.ShapeDtypeStruct((count,), jnp.float32)

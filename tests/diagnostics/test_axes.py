@@ -1,8 +1,12 @@
 """Which axes a collective runs over, in each spelling of its groups."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from distjax._src.diagnostics.collectives import axes_of
+from distjax._src.diagnostics.collectives import axes_of, list_lowered
 from distjax.testing.hlo import count_by_axis
 
 SIZES = {"replica": 4, "model": 2}
@@ -22,8 +26,8 @@ SPELLED = {
     "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, to_apply=%add": "model",
     "mesh['a'=4,'b'=2] {'a','b'}": "replica, model",
     "mesh['a'=8] {'a':(1)4}": "",
-    "dense<[[0, 2, 4, 6], [1, 3, 5, 7]]> : tensor<2x4xi64>": "replica",
-    "dense<[[0, 1], [2, 3], [4, 5], [6, 7]]> : tensor<4x2xi64>": "model",
+    "[[0, 2, 4, 6], [1, 3, 5, 7]]": "replica",
+    "[[0, 1], [2, 3], [4, 5], [6, 7]]": "model",
     f"#stablehlo.replica_group_mesh_axes<mesh = @m, axes = [{AXIS}]>": "model",
     "something else": "",
 }
@@ -32,6 +36,18 @@ SPELLED = {
 @pytest.mark.parametrize("text", SPELLED)
 def test_groups_are_read_in_each_spelling(text):
     assert axes_of(text, SIZES) == SPELLED[text]
+
+
+@pytest.mark.parametrize("count", [8, 256])
+def test_groups_of_many_devices_in_a_lowered_program(count):
+    kinds = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((count // 2, 2), ("replica", "model"), axis_types=kinds)
+    total = lambda x: jax.lax.psum(x, "replica")
+    step = jax.shard_map(total, mesh=mesh, in_specs=P("replica"), out_specs=P())
+    x = jax.ShapeDtypeStruct((count,), jnp.float32)
+    lowered = jax.jit(step).trace(x).lower(lowering_platforms=("cpu",))
+    (found,) = list_lowered(lowered, (), dict(mesh.shape))
+    assert (found.kind, found.over) == ("all-reduce", "replica")
 
 
 def test_without_a_mesh_nothing_is_told():

@@ -1,5 +1,7 @@
 """Modules under ZeRO where R divides no axis: arrays keep their shape, in as many parts as fit."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,32 @@ def test_where_arrays_live():
     before = dj.locality(kernel)
     train(strategy, (model, optimizer), 1)
     assert dj.locality(model.wide.kernel[...]) == before, "it stays where it is"
+
+
+@pytest.mark.parametrize("sizes", [(6, 12, 16), (16, 12, 6), (12, 6, 3), (9, 6, 4)])
+@pytest.mark.parametrize("count", [8, 6])
+def test_numbers_of_parts_that_differ_in_a_program(sizes, count):
+    """Of 8 replicas 2 and 4 parts, of 6 also 3: each array stays in its own."""
+
+    class Several(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.List([nnx.Param(jnp.ones((n, 5))) for n in sizes])
+
+    strategy = sharded(count)
+    with strategy.scope():
+        model = dj.flax.create(Several)
+
+    def double(model):
+        for part in model.parts:
+            part[...] *= 2
+
+    rows = lambda: [p[...].addressable_shards[0].data.shape[0] for p in model.parts]
+    assert rows() == [n // math.gcd(n, count) for n in sizes]
+    strategy.run(double, args=(model,))
+    strategy.run(double, args=(model,))
+    assert rows() == [n // math.gcd(n, count) for n in sizes]
+    for part, n in zip(model.parts, sizes, strict=True):
+        np.testing.assert_array_equal(part[...], 4 * np.ones((n, 5)))
 
 
 def test_checkpoints_go_from_any_r_to_any_other(tmp_path, losses):

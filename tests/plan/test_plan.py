@@ -183,7 +183,7 @@ def test_collectives_have_causes():
     (written,) = mirrored.collectives.written
     assert (written.kind, written.bytes, written.axis) == ("all-reduce", 4 * WIDTH**2, "replica")
     assert "test_plan.py" in written.lines[0]
-    assert [c.variables for c in mirrored.collectives.compiled] == [["w"]]
+    assert [c.lines for c in mirrored.collectives.compiled] == [written.lines]
     kinds = {c.kind for c in zero3.collectives.written}
     assert kinds == {"all-gather", "reduce-scatter"}
     assert all(c.lines or c.made_by_xla for c in zero3.collectives.compiled)
@@ -199,7 +199,7 @@ def test_what_is_whole_says_why():
 
     mirrored, zero3 = planned(target, ("mirrored", "zero3"))
     assert [(w.name, w.why) for w in mirrored.not_split] == [
-        ("w", "mirrored keeps a copy on each replica")
+        ("w", "mirrored keeps the parameters on each replica")
     ]
     assert zero3.not_split == []  # though 8 divides neither 130 nor 131
 
@@ -213,8 +213,7 @@ def test_what_is_whole_says_why():
         (
             "Linear.kernel",
             4 * 129 * 131,
-            "a module's array is not padded, and 8 replicas have no divisor in common with an "
-            "axis of 129 x 131",
+            "no axis has a divisor in common with 8 replicas",
         )
     ]
     (functional,) = planned(of_arrays, ("zero3",))
@@ -250,11 +249,12 @@ def test_the_largest_batch(limit, start, refused_above):
         return peak(size)
 
     found = planning.largest_batch(peak_of, start, peak(start), limit)
-    assert found == 0 or fits(found) and (found >= 2**20 or not fits(found + 1 + found // 60))
+    is_full = found >= 2**20 or peak(found) > 0.98 * limit or not fits(found + 1 + found // 60)
+    assert found == 0 or (fits(found) and is_full)
     assert found or not fits(1)
     assert len(tried) == len(set(tried)) <= 20
-    if refused_above > 2**20 and 500 <= limit < 10**7:  # as programs do
-        assert len(tried) <= 8
+    if refused_above > 2**20 and limit >= 500:  # as programs do
+        assert len(tried) <= 4
 
 
 def test_no_more_examples_where_the_compiler_saves_memory():
@@ -444,12 +444,12 @@ def test_the_command_writes_what_it_says(script):
 @pytest.mark.parametrize(
     "example", ["digits/train.py", "digits/functional.py", "digits/modules.py"]
 )
-def test_the_examples_have_targets(example):
+def test_the_examples_have_targets(example, tmp_path):
     root = pathlib.Path(__file__).parents[2]
-    target = f"examples/{example}:plan"
-    done = run(target, "--topology", "cpu:4", "--strategies", "mirrored", "--json", "-", cwd=root)
+    target, file = f"examples/{example}:plan", str(tmp_path / "plan.json")
+    done = run(target, "--topology", "cpu:4", "--strategies", "mirrored", "--json", file, cwd=root)
     assert done.returncode == 0, done.stderr
-    (plan,) = json.loads(done.stdout)["plans"]
+    (plan,) = json.loads(pathlib.Path(file).read_text())["plans"]
     causes = plan["memory"]["by_cause"]
     # 18,788 numbers of three convolutions, their norms and a linear layer, and momentum for each.
     assert causes["parameters"] >= 4 * 18_000 and causes["optimizer"] >= 4 * 18_000
@@ -466,7 +466,6 @@ def test_the_examples_have_targets(example):
         (["train.py"], 2, "needs to be module:function or file.py:function"),
         (["train.py:plan", "--html", "/none/p.html"], 2, "needs to be a file that can be written"),
         (["train.py:plan", "--html", "/dev/full"], 2, "and room for it"),
-        (["train.py:plan", "--model-axes", "x"], 2, "--model-axes and --option need NAME=VALUE"),
     ],
 )
 def test_the_command_refuses(script, args, code, text, monkeypatch, capsys):
@@ -474,6 +473,20 @@ def test_the_command_refuses(script, args, code, text, monkeypatch, capsys):
     monkeypatch.setattr(command, "_use_no_device", lambda *given: None)
     assert command.main([*args, "--topology", "cpu:2", "--strategies", "mirrored"]) == code
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        (["--model-axes", "x"], "argument --model-axes: invalid axis_sizes value: 'x'"),
+        (["--option", "x"], "argument --option: invalid option value: 'x'"),
+        (["--chips", "8,x"], "argument --chips: invalid numbers value: '8,x'"),
+    ],
+)
+def test_the_command_refuses_values(wrong, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main(["train.py:plan", "--topology", "cpu:2", *wrong])
+    assert caught.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_a_target_by_name(script, monkeypatch):

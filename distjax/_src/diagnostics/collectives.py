@@ -234,7 +234,9 @@ def list_lowered(
 def _axes_of_lowered(attributes: PyTree, sizes: Mapping[str, int]) -> str:
     if not sizes or "replica_groups" not in attributes:
         return ""
-    return axes_of(str(attributes["replica_groups"]), sizes)
+    groups = attributes["replica_groups"]
+    ids = np.asarray(groups)  # as text, the ids of many devices are hexadecimal
+    return axes_of(str(groups if ids.dtype == object else ids.tolist()), sizes)
 
 
 def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -422,7 +424,7 @@ def groups_of(text: str, count: int) -> set[frozenset[int]] | None:
             return None
         ids = _iota(found[2], found[3]) if found[2] else np.arange(count)
         return _along(ids.reshape([*sizes.values()]), [list(sizes).index(n) for n in wanted])
-    text = text.removeprefix("dense<").partition(">")[0].partition("}}")[0]
+    text = text.partition("}}")[0]
     listed = [_integers(own) for own in _LISTED.findall(text + "}")]
     return {frozenset(own) for own in listed if own} or None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -82,22 +83,26 @@ class Topology:
         return NamedSharding(self.mesh, spec) if spec and self.mesh is not None else self.mirrored
 
     def split_along(
-        self, axis: int, spec: PartitionSpec | None = None, sharers: int = 1
+        self, axis: int, spec: PartitionSpec | None = None, parts: int | None = None
     ) -> Sharding:
         """Returns the sharding of a value whose `axis` runs over the replicas.
 
-        `spec` says what the devices of each split of it, along other axes. So many neighboring
-        replicas share a part.
+        `spec` says what the devices of each split of it, along other axes. Fewer `parts` than
+        replicas, of whose number theirs is a divisor, are each on several.
         """
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
-        entries = list(spec or ())
+        entries: list[Any] = list(spec or ())
         entries += [None] * (axis + 1 - len(entries))
-        if sharers == 1:
+        if parts in (None, self.num_replicas):
             entries[axis] = self.axis_name
             return NamedSharding(self.mesh, PartitionSpec(*entries))
-        mesh = _mesh_of_sharers(self.mesh, self.axis_name, sharers)
-        entries[axis] = mesh.axis_names[0]
+        mesh, names = _mesh_of_factors(self.mesh, self.axis_name), list[str]()
+        for i, factor in enumerate(_prime_factors(self.num_replicas)):
+            if parts % factor == 0:
+                names.append(mesh.axis_names[i])
+                parts //= factor
+        entries[axis] = tuple(names)
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     def find_axis(self, shape: Sequence[int], axes: Iterable[int] | None = None) -> int | None:
@@ -149,15 +154,27 @@ class Topology:
 
 
 @functools.cache
-def _mesh_of_sharers(mesh: Mesh | AbstractMesh, axis_name: str, sharers: int) -> Any:
-    """Returns the mesh with the replica axis in two: who has the same, and who has another part."""
-    count, *sizes = mesh.shape.values()
-    sizes = (count // sharers, sharers, *sizes)
-    names = (f"{axis_name}_part", f"{axis_name}_sharer", *mesh.axis_names[1:])
-    types = (AxisType.Auto,) * len(names)
+def _mesh_of_factors(mesh: Mesh | AbstractMesh, axis_name: str) -> Any:
+    """Returns the mesh with the replica axis in its prime factors, the smallest first.
+
+    One mesh has any number of parts: in a program that splits over two meshes besides that of the
+    replicas, XLA leaves what is split over the last one whole, and JAX fails to name its results.
+    """
+    count, *others = mesh.shape.values()
+    factors = _prime_factors(count)
+    names = (*(f"{axis_name}_{i}" for i in range(len(factors))), *mesh.axis_names[1:])
+    sizes, types = (*factors, *others), (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(sizes, names, axis_types=types)
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+
+
+@functools.cache
+def _prime_factors(count: int) -> tuple[int, ...]:
+    factors: list[int] = []
+    while (rest := count // math.prod(factors)) > 1:
+        factors.append(next(n for n in range(2, rest + 1) if rest % n == 0))
+    return tuple(factors)
 
 
 @functools.cache

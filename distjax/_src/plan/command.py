@@ -8,13 +8,11 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
-from distjax._src.plan import page, targets
+from distjax._src.plan import page
 from distjax._src.plan.planning import STRATEGIES, plan
-from distjax._src.plan.report import Report
 from distjax.errors import message
 
 _EXAMPLE = "example: python -m distjax plan train.py:plan --topology v5e:16x16 --html plan.html"
@@ -31,19 +29,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         for file in filter(None, (chosen.json, chosen.html)):  # before minutes of work
             _save(file, "", "a")
-        found = plan(
-            targets.load(chosen.target),
+        report = plan(
+            chosen.target,
             chosen.topology.split(","),
             slices=chosen.slices,
             strategies=chosen.strategies.split(","),
-            chips=[int(n) for n in chosen.chips.split(",") if n],
-            model_axes=_pairs(chosen.model_axes.split(","), int),
+            chips=chosen.chips,
+            model_axes=chosen.model_axes,
             batch=chosen.batch,
-            options=_pairs(chosen.option, str),
+            options=dict(chosen.option),
         )
-        report = Report(chosen.target, found.jax, found.libtpu, found.plans)
-        if chosen.json != "-":
-            print(report)
+        print(report)
         if chosen.json:
             _save(chosen.json, report.to_json(indent=1))
         if chosen.html:
@@ -69,46 +65,42 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", required=True, metavar="NAME[,NAME]", help="v5e:16x16, v5p:8x8x16, cpu:8")
     add("--slices", type=int, default=1, metavar="N", help="TPU slices of that shape (1)")
     add("--strategies", default=",".join(STRATEGIES), metavar="NAMES", help="default: all")
-    add("--chips", default="", metavar="N,N", help="numbers of chips, each the squarest slice")
-    add("--model-axes", default="", metavar="NAME=M", help="axes inside of a replica")
+    add("--chips", default=[], type=numbers, metavar="N,N", help="each the squarest slice")
+    add("--model-axes", type=axis_sizes, metavar="NAME=M", help="axes inside of a replica")
     add("--batch", action="store_true", help="find the largest batch per replica that fits")
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the compiler")
-    add("--json", metavar="FILE", help="write the numbers; -: to standard output")
+    add("--option", default=[], action="append", type=option, metavar="KEY=VALUE")
+    add("--json", metavar="FILE", help="write the numbers")
     add("--html", metavar="FILE", help="write a page with pictures")
     return parser
 
 
-def _use_no_device(topology: str, chips: str) -> None:
+# What the parser calls a value that is not one: "argument --chips: invalid numbers value: 'x'".
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def axis_sizes(text: str) -> dict[str, int]:
+    pairs = (pair.split("=") for pair in text.split(","))
+    return {name: int(size) for name, size in pairs}
+
+
+def option(text: str) -> tuple[str, str]:
+    key, value = text.split("=", 1)
+    return key, value
+
+
+def _use_no_device(topology: str, chips: Sequence[int]) -> None:
     """Lets JAX start on as many virtual CPUs as are planned for, and on nothing else."""
     counts = [int(n) for n in re.findall(r"cpu:(\d+)", topology)]
-    if topology.startswith("cpu"):
-        counts += [int(n) for n in chips.split(",") if n.isdigit()]
+    counts += chips if topology.startswith("cpu") else []
     with_gpu = any(name.startswith(("gpu", "cuda")) for name in topology.split(","))
     jax.config.update("jax_platforms", "cuda,cpu" if with_gpu else "cpu")
     jax.config.update("jax_num_cpu_devices", max([1, *counts]))
 
 
-def _pairs(texts: Sequence[str], kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for text in filter(None, texts):
-        key, equals, value = text.partition("=")
-        if not equals or not key or (kind is int and not value.isdigit()):
-            raise ValueError(
-                message(
-                    "--model-axes and --option need NAME=VALUE",
-                    got=repr(text),
-                    why="each names one axis, or one option of the compiler",
-                    fix="--model-axes model=4 --option xla_tpu_enable_async_all_reduce=true",
-                )
-            )
-        found[key] = kind(value)
-    return found
-
-
 def _save(file: str, text: str, mode: str = "w") -> None:
-    if file == "-":
-        print(text, end="\n" if text else "")
-        return
     try:
         with open(file, mode, encoding="utf-8") as opened:
             opened.write(text)

@@ -18,7 +18,6 @@ import jax
 from distjax._src import jax_compat
 from distjax._src.diagnostics.collectives import list_compiled, list_lowered
 from distjax._src.diagnostics.explain_step import Notes, lower_step
-from distjax._src.placement.topology import Topology
 from distjax._src.plan import reading, targets
 from distjax._src.plan.report import Record, Report
 from distjax._src.plan.schedule import Schedule
@@ -42,11 +41,10 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "zero3": functools.partial(ShardedStrategy, partition="parameters"),
     "central": CentralStorageStrategy,
 }
-#: Arrays of fewer bytes are not worth a line.
-_LARGE = MIN_SPLIT_BYTES
+#: No larger batch per replica is looked for.
 _MOST_EXAMPLES = 2**20
 #: After so many tries for the largest batch, memory does not grow evenly.
-_LINES = 9
+_LINES = 7
 
 
 def plan(
@@ -94,7 +92,7 @@ def plan(
       (262144, 2048)
     """
     names = [topology] if isinstance(topology, str) else list(topology)
-    found = targets.require_target(targets.load(target) if isinstance(target, str) else target)
+    found = targets.load(target) if isinstance(target, str) else target
     unknown = [s for s in strategies if s not in STRATEGIES]
     require(
         bool(strategies) and not unknown,
@@ -103,9 +101,10 @@ def plan(
         why="each is compiled for the topology",
         fix=f"--strategies with some of {','.join(STRATEGIES)}",
     )
-    plans: list[Record] = []
+    plans, with_libtpu = list[Record](), False
     for name in [squarest(names[0], n) for n in chips] or names:
         described = describe(name, slices)
+        with_libtpu |= described.speeds is not None
         with jax_compat.describing(described.devices):
             for strategy in strategies:
                 for axes in [{}, dict(model_axes)] if model_axes else [{}]:
@@ -113,9 +112,9 @@ def plan(
     errors = [plan.pop("raised") for plan in plans]
     if all(errors):
         raise errors[0]
-    is_tpu = any(p.topology.partition(":")[0] not in ("cpu", "gpu", "cuda") for p in plans)
-    libtpu = importlib.metadata.version("libtpu") if is_tpu else ""
-    return Report(function_name(found), jax.__version__, libtpu, tuple(plans))
+    libtpu = importlib.metadata.version("libtpu") if with_libtpu else ""
+    name = target if isinstance(target, str) else function_name(target)
+    return Report(name, jax.__version__, libtpu, tuple(plans))
 
 
 def _plans(
@@ -164,12 +163,13 @@ def _planned(
     topology, limit = strategy.extended.topology, described.limit_bytes
     sizes = dict(topology.mesh.shape) if topology.mesh is not None else {}
     lowered, args, notes = _lower(strategy, step, None)
-    arguments = reading.arguments_of(lowered, notes, step.fn, args)
+    arguments = reading.arguments_of(lowered, notes, step[0], args)
     written = list_lowered(lowered, notes.merge_lines, sizes)
     told = reading.together([*map(reading.told_of, written)])
     collectives = Record(written=told, compiled=[])
     own: dict[str, Any] = {"collectives": collectives}
-    own["not_split"] = [*_not_split(arguments, name, topology)]
+    if topology.num_replicas > 1:
+        own["not_split"] = [*_not_split(arguments, name)]
     compiled = _compile(lowered, options)
     if isinstance(compiled, str):
         memory = reading.memory_of_refused(arguments, limit, compiled)
@@ -197,8 +197,7 @@ def _planned(
             "notes": [*_notes(memory, schedule, described)],
             "schedule": {"live_bytes": live, "collectives": places},
         }
-    if batch and limit is not None and step.batch_size:
-        start = step.batch_size // topology.num_replicas
+    if batch and limit is not None and (examples := targets.batch_size(step[1])):
 
         def peak_of(size: int) -> float:
             tried = _compile(_lower(strategy, step, size)[0], options)
@@ -206,6 +205,7 @@ def _planned(
                 return reading.memory_of_refused(arguments, limit, tried).peak_bytes
             return reading.total_of(tried.memory_analysis())["peak_bytes"]
 
+        start = examples // topology.num_replicas
         largest = largest_batch(peak_of, start, memory.peak_bytes, limit)
         own["largest_batch_per_replica"] = largest
         if largest >= _MOST_EXAMPLES:
@@ -218,8 +218,8 @@ def _lower(
 ) -> tuple[LoweredProgram, tuple[Any, ...], Notes]:
     notes = Notes(collects_findings=True)
     with strategy.scope():
-        args = step.placed(strategy, per_replica)
-        return lower_step(step.fn, args, {}, None, notes, "plan"), args, notes
+        args = targets.place(step[1], strategy, per_replica)
+        return lower_step(step[0], args, {}, None, notes, "plan"), args, notes
 
 
 def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
@@ -235,13 +235,12 @@ def _compile(lowered: LoweredProgram, options: dict[str, str]) -> Any:
 
 
 def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limit: int) -> int:
-    """Returns the largest batch per replica that fits, to 2 %; 0: not even one example does.
+    """Returns a batch per replica that fills the memory to 2 %; 0: not even one example fits.
 
-    Memory grows about evenly with the batch, so each try is where a line meets the limit: that
-    through the largest batch that fits and the smallest that does not, or the two largest known.
-    The first one begins at nothing, so it stays below the batch looked for. Where more
-    examples take no more of little that is left, the compiler computes values again to save memory,
-    and no more are tried.
+    Memory grows about evenly with the batch, so each try is where a line nearly meets the limit:
+    that through the largest batch that fits and the smallest that does not, or the two largest
+    known. The first one begins at nothing, so it stays below the batch looked for. Where more
+    examples take no more, the compiler computes values again to save memory, and no more are tried.
 
     Args:
       peak_of: compiles for a batch per replica, and returns its peak.
@@ -252,63 +251,46 @@ def largest_batch(peak_of: Callable[[int], float], start: int, peak: float, limi
     Example:
       >>> tried = []
       >>> largest_batch(lambda n: tried.append(n) or 1000 + 3 * n, 8, 1024, 100_000)
-      33000
+      32666
       >>> tried
-      [781, 33000, 33515]
+      [773, 32666]
     """
     known: dict[int, float] = {0: 0.0, start: peak}
-    good, bad = (start, max(_MOST_EXAMPLES, start) + 1) if peak <= limit else (0, start)
-    while bad - good > (step := max(1, good // 64)):
+    good, bad = (start, _MOST_EXAMPLES + 1) if peak <= limit else (0, start)
+    while bad - good > max(1, good // 64) and known[good] <= 0.98 * limit:
         n, m = (good, bad) if bad in known else sorted(known)[-2:]
-        if known[n] >= known[m] > 0.9 * limit:
+        if (slope := (known[m] - known[n]) / (m - n)) <= 0:
             break
-        slope = max((known[m] - known[n]) / (m - n), 1e-9)
-        middle = n + int((limit - known[n]) / slope)
+        size = n + int((0.99 * limit - known[n]) / slope)
         if len(known) > _LINES:
-            middle = math.isqrt(max(good, 1) * bad)
-        middle = min(max(middle, good + step), bad - (step if bad in known else 1))
-        known[middle] = peak_of(middle)
-        good, bad = (middle, bad) if known[middle] <= limit else (good, middle)
+            size = math.isqrt(max(good, 1) * bad)
+        size = min(max(size, good + 1), bad - 1)
+        known[size] = peak_of(size)
+        good, bad = (size, bad) if known[size] <= limit else (good, size)
     return good
 
 
-_WHY = {
-    "mirrored": "mirrored keeps a copy on each replica",
-    "zero1": "zero1 splits the state of the optimizer only",
-    "zero2": "zero2 splits gradients and the state of the optimizer only",
-}
-
-
-def _not_split(arguments: reading.Arguments, strategy: str, topology: Topology) -> Iterator[Record]:
+def _not_split(arguments: reading.Arguments, strategy: str) -> Iterator[Record]:
     for path, told in sorted(arguments.items(), key=lambda pair: -pair[1].bytes_per_chip):
-        if told.split or told.bytes_per_chip <= _LARGE or topology.num_replicas == 1:
-            continue
-        if not reading.KEPT.match(path):
-            why = "an argument: strategies split variables and modules, which they keep"
-        elif strategy == "mirrored" or (told.cause == "parameters" and strategy in _WHY):
-            why = _WHY[strategy]
-        elif all(math.gcd(n, topology.num_replicas) == 1 for n in told.shape):
-            why = (
-                f"a module's array is not padded, and {topology.num_replicas} replicas have no "
-                f"divisor in common with an axis of {' x '.join(map(str, told.shape))}"
-            )
-        else:
-            why = (
-                f"{strategy} keeps state that is neither parameter nor optimizer's on each replica"
-            )
-        yield Record(name=told.name, bytes=told.bytes_per_chip, why=why)
+        if not told.split and told.bytes_per_chip > MIN_SPLIT_BYTES:
+            why = told.why or f"{strategy} keeps the {told.cause} on each replica"
+            if not reading.KEPT.match(path):
+                why = "an argument: strategies split variables and modules, which they keep"
+            yield Record(name=told.name, bytes=told.bytes_per_chip, why=why)
 
 
 def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator[str]:
     again = memory.output_bytes - memory.alias_bytes
     kept = sum(v.bytes_per_chip for v in memory.by_variable if not v.donated and v.cause != "batch")
-    if again > _LARGE and kept > _LARGE:
+    if min(again, kept) > MIN_SPLIT_BYTES:
         yield (
             f"not donating costs {format_bytes(min(again, kept))}: new values have memory beside "
             "the old; dj.jit(step, donate_argnums=...) reuses it"
         )
     if any(each.opcode == "while" for each in schedule.everywhere.values()):
         yield "the compiler counts flops and bytes in the body of a loop once"
+    if described.speeds is not None:
+        yield f"the least times count by the speeds published at {described.speeds.source}"
     if described.name.startswith("cpu:"):
         yield "there is no limit of memory to compare with on CPUs: everything fits"
     elif memory.by_cause["unattributed"] > 0.1 * memory.peak_bytes:

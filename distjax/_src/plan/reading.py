@@ -7,6 +7,7 @@ captured objects hold, and the user's arguments; the compiler names each by its 
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from distjax._src import jax_compat
 from distjax._src.diagnostics.collectives import Collective
 from distjax._src.diagnostics.explain_step import Notes
 from distjax._src.objects.stateful import ObjectKeywords, is_placeholder
@@ -27,9 +27,10 @@ from distjax._src.plan.schedule import Instruction, Live, Schedule, shapes, type
 from distjax._src.plan.topologies import Speeds, read_exhausted
 from distjax._src.program.jit import LoweredProgram
 from distjax._src.replica.arguments import positional_names, user_path
-from distjax._src.typing import DTypeLike, PyTree
+from distjax._src.strategies.inspection import kind_of
+from distjax._src.typing import PyTree
 from distjax._src.user_lines import UNKNOWN
-from distjax._src.variables.variable import Variable
+from distjax._src.variables.layouts import Layout, MirroredLayout
 
 # -- arguments ---------------------------------------------------------------------
 
@@ -41,10 +42,6 @@ Arguments = Mapping[str, Record]
 KEPT = re.compile(r"(written|read)\[|.*\.<state ")
 #: How JAX spells the only array of a node of ours, here and in the compiler's text.
 _INDEX = re.compile(r"\[<flat index (\d+)>\]")
-#: What optax calls its slots, and layers their statistics, where users keep them in variables.
-_SLOTS = {"mu", "nu", "trace", "momentum", "accumulator"}
-_STATISTICS = {"mean", "var", "batch_stats", "right", "total", "ema"}
-_STATE = {"batch_stats", "stats", "state", "model_state", "metrics", "rngs", "key", "step"}
 
 
 def arguments_of(
@@ -55,8 +52,8 @@ def arguments_of(
     variables = writes, [v for v in notes.reads if v not in set(writes)]
     owners = {v.name for v in (*variables[0], *variables[1]) if v.trainable}
     operands = lowered.args_info[0]
-    objects = _names_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
-    given, names = _given(args), positional_names(fn)
+    objects = _arrays_of_objects(jax.tree.structure(operands[2], is_leaf=is_placeholder))
+    given = _given(args, positional_names(fn))
     found: dict[str, Record] = {}
     seen: collections.Counter[str] = collections.Counter()
     for path, info in tree_leaves_with_path(operands, is_leaf=is_placeholder):
@@ -71,80 +68,61 @@ def arguments_of(
             variable = variables[index][path[1].idx]
             seen[variable.name] += 1  # those without a name of their own are numbered
             number = f" ({seen[variable.name]})" if seen[variable.name] > 1 else ""
-            cause = _cause_of_variable(variable, owners)
-            found[where] = _told(info, variable.name + number, cause, variable.sharding)
+            is_slot = not variable.trainable and variable.name.rpartition("/")[0] in owners
+            cause = "optimizer" if is_slot else kind_of(variable.name, variable.trainable)
+            name, layout = variable.name + number, variable.layout
+            found[where] = _told(info, name, cause, variable.sharding, layout)
         else:
             place = f"[0][{index - 3}]" if index > 2 else "[1]"
             own_path = place + keystr(path[1:])
-            sharding, cause = given.get(own_path, (None, "state"))
-            name = _INDEX.sub("", user_path(own_path, names))
-            found[where] = _told(info, name, cause, sharding)
+            found[where] = _told(info, *given.get(own_path, (own_path, "state", None)))
     return found
 
 
-def _told(info: PyTree, name: str, cause: str, sharding: Sharding | None) -> Record:
+def _told(
+    info: PyTree, name: str, cause: str, sharding: Sharding | None, layout: Layout | None = None
+) -> Record:
     aval = info._aval if hasattr(info, "_aval") else info  # as of JAX 0.10, and as of 0.12
+    why = layout.why if isinstance(layout, MirroredLayout) else ""
     shape = tuple(aval.shape)
     own = shape if sharding is None else sharding.shard_shape(shape)
     is_host = sharding is not None and is_host_memory(sharding)
     parts = ["host memory"] if is_host else []
     pairs = enumerate(zip(shape, own, strict=True))
     parts += [f"axis {i} by {n // m}" for i, (n, m) in pairs if m and n != m]
-    size = 0 if is_host else int(np.prod(own, dtype=np.int64)) * _itemsize(aval.dtype)
+    size = 0 if is_host else math.prod(own) * aval.dtype.itemsize
     found = Record(name=name, cause=cause, shape=shape, dtype=str(aval.dtype), bytes_per_chip=size)
-    return Record(found, split=", ".join(parts), donated=bool(info.donated))
+    return Record(found, split=", ".join(parts), why=why, donated=bool(info.donated))
 
 
-def _itemsize(dtype: DTypeLike) -> int:
-    if jax_compat.is_key_dtype(dtype):
-        return 4 * int(np.prod(jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape))
-    return np.dtype(dtype).itemsize
-
-
-def _cause_of_variable(variable: Variable, owners: set[str]) -> str:
-    parts = set(re.split(r"[/.]", variable.name.lower()))
-    if parts & _SLOTS:
-        return "optimizer"
-    if variable.trainable:
-        is_float = jax.numpy.issubdtype(variable.dtype, np.inexact)
-        return "parameters" if is_float and not parts & _STATISTICS else "state"
-    return "optimizer" if variable.name.rpartition("/")[0] in owners else "state"
-
-
-def _names_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[str, str, Any]]]:
-    """Returns the name, cause and sharding of each array of each object, by its number."""
-    found: dict[int, list[tuple[str, str, Any]]] = collections.defaultdict(list)
+def _arrays_of_objects(treedef: jax.tree_util.PyTreeDef) -> dict[int, list[tuple[Any, ...]]]:
+    """Returns what to tell of each array of each object, by the number of the object."""
+    found: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
     node = treedef.node_data()
     if node is not None and node[0] is ObjectKeywords:
         plan = node[1][1]
         pairs = ((entry, layout) for entry in plan.entries for layout in entry.layouts)
         for owner, (entry, layout) in zip(plan.owners, pairs, strict=True):
-            is_parameter = entry.kind in ("Param", "LoRAParam")
-            cause = "parameters" if is_parameter else "state"
-            cause = "optimizer" if entry.kind.startswith("Opt") else cause
-            found[owner].append((entry.path, cause, getattr(layout, "sharding", None)))
+            cause = kind_of(entry.path, entry.kind in ("Param", "LoRAParam"))
+            sharding = None if layout is None else layout.sharding
+            found[owner].append((entry.path, cause, sharding, layout))
     return found
 
 
-def _given(args: Sequence[PyTree]) -> dict[str, tuple[Any, str]]:
-    """Returns the sharding and the cause of each array among positional arguments, by path."""
-    found: dict[str, tuple[Any, str]] = {}
-    is_optax = lambda x: type(x).__module__.split(".")[0] == "optax"  # states, whose classes it has
-    states = tree_leaves_with_path((tuple(args),), is_leaf=is_optax)
-    optimizer = tuple(keystr(path) for path, leaf in states if is_optax(leaf))
-    is_rows = lambda x: isinstance(x, PerReplica)
-    for path, leaf in tree_leaves_with_path((tuple(args),), is_leaf=is_rows):
-        if is_rows(leaf):
-            inner, stacked = tree_leaves_with_path(leaf)[0]
-            found[keystr((*path, *inner))] = stacked.sharding, "batch"
-            continue
-        keys = [str(getattr(k, "key", getattr(k, "name", ""))).lower() for k in path]
-        is_float = jax.numpy.issubdtype(getattr(leaf, "dtype", np.int32), np.inexact)
-        starts = lambda word, keys=keys: any(key.startswith(word) for key in keys)
-        cause = "parameters" if is_float and np.ndim(leaf) and not {*keys} & _STATE else "state"
-        cause = "parameters" if starts("param") else cause
-        cause = "optimizer" if keystr(path).startswith(optimizer) or starts("opt") else cause
-        found[keystr(path)] = getattr(leaf, "sharding", None), cause
+def _given(args: Sequence[PyTree], names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Returns what to tell of each array among positional arguments, by path."""
+    found: dict[str, tuple[Any, ...]] = {}
+    is_optax = lambda x: type(x).__module__.split(".")[0] == "optax"
+    is_one = lambda x: isinstance(x, PerReplica) or is_optax(x)
+    for path, leaf in tree_leaves_with_path((tuple(args),), is_leaf=is_one):
+        for inner, array in tree_leaves_with_path(leaf):
+            own_path = keystr((*path, *inner))
+            name = _INDEX.sub("", user_path(own_path, names))
+            is_float = jax.numpy.issubdtype(getattr(array, "dtype", np.int32), np.inexact)
+            cause = kind_of(name, bool(np.ndim(array) and is_float))
+            cause = "optimizer" if is_optax(leaf) else cause
+            cause = "batch" if isinstance(leaf, PerReplica) else cause
+            found[own_path] = name, cause, getattr(array, "sharding", None)
     return found
 
 
@@ -266,9 +244,9 @@ def planned_collectives(
     for each, (own, place, overlaps) in zip(compiled, schedule.collectives(), strict=True):
         if place is not None:
             places.append((place, each.kind, each.result_bytes))
-        sources = list(_sources(own, schedule.everywhere, arguments)) or _like(own, arguments)
+        sources = _sources(own, schedule.everywhere, arguments)
         variables = list(dict.fromkeys(a.name for a in sources))
-        why = _why(each, kinds.get(each.source, set()), own, bool(sources))
+        why = _why(each, kinds.get(each.source, set()), own, bool(variables))
         told.append(told_of(each, variables, why, overlaps))
     return together(told), places
 
@@ -331,18 +309,6 @@ def _sources(
             yield argument
         if each.opcode in _HANDS_ON and (each.opcode != "fusion" or len(each.operands) <= 3):
             ahead += [(o, depth + 1) for o in each.operands]
-
-
-def _like(own: Instruction, arguments: Arguments) -> list[Record]:
-    """Returns the parameters of whose shape the results of a reduction are."""
-    if not own.opcode.startswith(("all-reduce", "reduce-scatter")):
-        return []
-    free: dict[tuple[int, ...], list[Record]] = collections.defaultdict(list)
-    for each in arguments.values():
-        if each.cause == "parameters":
-            free[_form(each.shape)].append(each)
-    forms = filter(None, map(_form, shapes(own.type)))
-    return [free[form].pop(0) for form in forms if free[form]]
 
 
 # -- times -------------------------------------------------------------------------

@@ -39,14 +39,14 @@ class Report:
       may use; ``by_cause`` the peak by parameters, optimizer, state, batch, gradients, activations,
       code, unattributed; ``by_variable`` every argument, the largest first: ``name``, ``cause``,
       ``shape`` over all chips, ``dtype``, ``bytes_per_chip`` as laid out there, ``split`` ("": each
-      chip has all of it), and whether it is ``donated``: its memory is reused for a result.
+      chip has all of it), ``why`` it is whole where others are split, and whether it is
+      ``donated``: its memory is reused for a result.
     - ``flops_per_chip`` of a step, loops counted once; ``seconds_at_least`` of ``compute``,
       ``memory``, ``network``, and the ``step``.
     - ``collectives``: those ``written`` in the code, and those ``compiled``: of one ``kind`` and
       cause the ``count`` and the ``bytes`` of their results, the mesh ``axis`` over which they go,
-      the user's ``lines``, the ``variables`` that they gather or whose gradients they reduce, what
-      the compiler made them for (``made_by_xla``; "": they are in the code), and whether other work
-      ``overlaps`` with them.
+      the user's ``lines``, the ``variables`` that they gather, what the compiler made them for
+      (``made_by_xla``; "": they are in the code), and whether other work ``overlaps`` with them.
     - ``not_split``: ``name`` and ``bytes`` of arrays over 64 KiB of which each chip has all, and
       ``why``; ``notes``: what else to know, in sentences.
     - ``schedule``: ``live_bytes`` along it, and ``collectives`` as [place of 1, kind, bytes].

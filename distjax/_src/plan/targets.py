@@ -17,7 +17,7 @@ import numpy as np
 
 from distjax._src import jax_compat
 from distjax._src.objects.stateful import is_stateful
-from distjax._src.placement import PerReplica, transfer
+from distjax._src.placement import PerReplica, Topology, transfer
 from distjax._src.replica.arguments import function_name, is_array_or_struct
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traces import struct
@@ -26,6 +26,8 @@ from distjax._src.variables.variable import Variable
 from distjax.errors import BatchError, describe_value, message
 
 Target = Callable[[Strategy], tuple[Callable[..., Any], Any]]
+#: A function, and its arguments with `GlobalBatch`es among them.
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
 _FORM = "def plan(strategy): return step, (dj.plan.batch(images), ...)"
 
 
@@ -81,17 +83,17 @@ def load(target: str) -> Target:
     )
 
 
-def require_target(target: PyTree) -> Any:
-    """Returns a target.
+def take_step(target: Target, strategy: Strategy) -> Step:
+    """Calls a target and returns its step and the arguments, with `GlobalBatch`es among them.
 
     Raises:
-      TypeError: it is no function of one strategy.
+      TypeError: it is no function of one strategy, or returned something else.
     """
     got = describe_value(target)
     try:
         signature = inspect.signature(target)  # a TypeError, too, if it cannot be called
         got = f"{function_name(target)}{signature}"
-        signature.bind(None)
+        signature.bind(strategy)
     except (TypeError, ValueError) as error:
         raise TypeError(
             message(
@@ -101,55 +103,11 @@ def require_target(target: PyTree) -> Any:
                 fix=_FORM,
             )
         ) from error
-    return target
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What a target returned for one strategy, with `GlobalBatch`es among the arguments."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    @property
-    def batch_size(self) -> int | None:
-        """The examples of the global batches; None: there is no batch."""
-        flat = jax.tree.leaves(self.args, is_leaf=_is_one)
-        trees = (x.tree for x in flat if isinstance(x, GlobalBatch))
-        sizes = {np.shape(leaf)[:1] for tree in trees for leaf in jax.tree.leaves(tree)}
-        return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
-
-    def placed(self, strategy: Strategy, per_replica: int | None = None) -> tuple[Any, ...]:
-        """Returns the arguments as a loop passes them, described only.
-
-        A replica has `per_replica` examples, in place of those of the target.
-        """
-
-        def place(value: PyTree) -> Any:
-            if isinstance(value, GlobalBatch):
-                return jax.tree.map(lambda x: _rows(x, strategy, per_replica), value.tree)
-            if is_array_or_struct(value):
-                topology = strategy.extended.topology
-                sharding = getattr(value, "sharding", None)
-                if getattr(sharding, "device_set", None) == {*topology.devices}:
-                    return value
-                return transfer(value, topology.mirrored)
-            return value
-
-        return jax.tree.map(place, self.args, is_leaf=_is_one)
-
-
-def take_step(target: Target, strategy: Strategy) -> Step:
-    """Calls a target and returns its step.
-
-    Raises:
-      TypeError: it returned something else.
-    """
     with _optimizers_described():
         found: Any = target(strategy)
     is_pair = isinstance(found, tuple) and len(found) == 2 and callable(found[0])
     if is_pair and isinstance(found[1], (tuple, list)):
-        return Step(found[0], tuple(found[1]))
+        return found[0], tuple(found[1])
     raise TypeError(
         message(
             f"{function_name(target)} needs to return (function, arguments)",
@@ -158,6 +116,32 @@ def take_step(target: Target, strategy: Strategy) -> Step:
             fix=f"{_FORM}: note the comma behind a single argument",
         )
     )
+
+
+def batch_size(args: PyTree) -> int | None:
+    """Returns the examples of the global batches among arguments; None: there is no batch."""
+    flat = jax.tree.leaves(args, is_leaf=_is_one)
+    trees = (x.tree for x in flat if isinstance(x, GlobalBatch))
+    sizes = {np.shape(leaf)[:1] for tree in trees for leaf in jax.tree.leaves(tree)}
+    return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
+
+
+def place(args: PyTree, strategy: Strategy, per_replica: int | None = None) -> Any:
+    """Returns arguments as a loop passes them, described only.
+
+    A replica has `per_replica` examples, in place of those of the target.
+    """
+    topology = strategy.extended.topology
+
+    def place_one(value: PyTree) -> Any:
+        if isinstance(value, GlobalBatch):
+            return jax.tree.map(lambda x: _rows(x, topology, per_replica), value.tree)
+        devices = getattr(getattr(value, "sharding", None), "device_set", None)
+        if not is_array_or_struct(value) or devices == {*topology.devices}:
+            return value
+        return transfer(value, topology.mirrored)
+
+    return jax.tree.map(place_one, args, is_leaf=_is_one)
 
 
 @contextlib.contextmanager
@@ -191,9 +175,8 @@ def _is_one(value: object) -> bool:
     return isinstance(value, (GlobalBatch, PerReplica, Variable)) or is_stateful(value)
 
 
-def _rows(leaf: PyTree, strategy: Strategy, per_replica: int | None) -> PerReplica:
+def _rows(leaf: PyTree, topology: Topology, per_replica: int | None) -> PerReplica:
     """Returns the rows of each replica of one array [B, ...] of a global batch."""
-    topology = strategy.extended.topology
     count, shape = topology.num_replicas, np.shape(leaf)
     if per_replica is None and (not shape or shape[0] % count or not shape[0]):
         raise BatchError(

@@ -43,7 +43,7 @@ class Speeds(NamedTuple):
 
 
 _GOOGLE = "cloud.google.com/tpu/docs/system-architecture-tpu-vm, per chip"
-_DEVICE = "half of a chip, cloud.google.com/tpu/docs/tpu7x"
+_DEVICE = "cloud.google.com/tpu/docs/tpu7x, half of a chip"
 #: By the kind in a topology's name.
 _SPEEDS = {
     "v4": Speeds(275e12, 1228e9, 300e9, _GOOGLE),

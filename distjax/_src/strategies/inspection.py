@@ -88,11 +88,13 @@ class StrategyDescription:
             ("variables", str(len(self.variables)) if self.variables else _NONE_YET),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
-        kinds: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state"), 0)
+        kinds = {"parameters": 0, "optimizer": 0, "state": 0}
         for variable in self.variables:
-            kinds[_kind(variable)] += variable.bytes_per_device
+            kinds[kind_of(variable.name, variable.trainable)] += variable.bytes_per_device
         if 0 < kinds["parameters"] < self.bytes_per_device:
-            facts += tuple((f"  of {kind}", format_bytes(n)) for kind, n in kinds.items() if n)
+            labels = ("parameters", "optimizer state", "other state")
+            pairs = zip(labels, kinds.values(), strict=True)
+            facts += tuple((f"  of {label}", format_bytes(n)) for label, n in pairs if n)
         if self.devices_per_replica and len(self.devices) > 1 and not self.workers:
             total = format_bytes(self.bytes_per_device * len(self.devices))
             facts += (("bytes on all devices", total),)
@@ -143,16 +145,18 @@ def _in_groups(
     return groups.items()
 
 
-#: Names of what optimizers keep: NNX optimizers, and the slots of optax.
+#: Names of what optimizers keep: NNX optimizers, and the slots of optax; and of statistics.
 _OF_OPTIMIZERS = {"opt_state", "mu", "nu", "trace", "momentum", "accumulator"}
+_STATISTICS = {"batch_stats", "stats", "model_state", "metrics"}
 _NUMBER, _SEPARATOR = re.compile(r"(?<![^./])\d+(?![^./])"), re.compile(r"([./])")
 
 
-def _kind(variable: VariableDescription) -> str:
-    if variable.trainable:
-        return "parameters"
-    parts = set(re.split(r"[./]", variable.name))
-    return "optimizer state" if parts & _OF_OPTIMIZERS else "other state"
+def kind_of(name: str, trainable: bool) -> str:
+    """Returns whether an array is one of the "parameters", the "optimizer" or other "state"."""
+    words = set(re.split(r"\W+", name.lower()))
+    if words & _OF_OPTIMIZERS:
+        return "optimizer"
+    return "parameters" if trainable and not words & _STATISTICS else "state"
 
 
 def _facts(variable: VariableDescription) -> tuple[str, ...]:

@@ -434,8 +434,8 @@ class PartitionedLayout:
     @property
     def sharding(self) -> Sharding:
         """`P(..., replica)` with the replica axis at `axis`; by blocks if there are any."""
-        sharers = self.topology.num_replicas // self.blocks if self.blocks > 1 else 1
-        return self.topology.split_along(self.axis, self.spec, sharers)
+        parts = self.blocks if self.blocks > 1 else None
+        return self.topology.split_along(self.axis, self.spec, parts)
 
     # -- as it is stored --------------------------------------------------------
 

@@ -131,6 +131,8 @@ class Variable:
     name: str
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
+    #: The user's line that made it, if an argument there says how it is combined.
+    made_at: str | None
     trainable: bool
     policy: Policy
     _layout: Layout
@@ -185,7 +187,6 @@ class Variable:
         self._layout = layout
         self.serial_number = next(_serial_numbers)
         self.is_being_made = False
-        #: The user's line that made it, if an argument there says how it is combined.
         self.made_at = None if self.aggregation is VariableAggregation.NONE else calling_line()
         self.stored = strategy.extended.make_storage(self)
         return self

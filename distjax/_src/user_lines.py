@@ -118,11 +118,12 @@ def _user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFram
 
     Of the first of the equations that has any.
     """
-    for eqn in eqns:
-        frames = list(frames_of(eqn))
-        asked = [i for i, frame in enumerate(frames) if is_gradient and _takes_gradient(frame)]
-        frames = frames[asked[0] :] if asked else frames
-        found = [f for f in frames if not (f.is_library or f.file.startswith(INSTALLED))]
+    stacks = [list(frames_of(eqn)) for eqn in eqns]
+    if is_gradient:
+        asked = ((s, i) for s in stacks for i, f in enumerate(s) if _takes_gradient(f))
+        stacks = [*(s[i:] for s, i in asked), *stacks]
+    for stack in stacks:
+        found = [f for f in stack if not (f.is_library or f.file.startswith(INSTALLED))]
         if found:
             return found[::-1]
     return []

@@ -56,19 +56,21 @@ def test_a_sum_for_a_mean(strategy):
 
 
 def test_a_sum_for_a_mean_by_the_optimizer(strategy):
-    """One variable: of several, see below."""
-    optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")
+    """The line is that of the argument to change. One variable: of several, see below."""
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")  # the optimizer's sum
     with strategy.scope():
         w = dj.Variable(jnp.ones(3), name="w")
         optimizer.init([w])
 
     def step(x, y):
         loss = lambda w: jnp.mean((x @ w - y) ** 2)
-        optimizer.apply_gradients([(jax.grad(loss)(w.value), w)])  # the optimizer's sum
+        optimizer.apply_gradients([(jax.grad(loss)(w.value), w)])
 
     found = finding_of(step, *batch_of(strategy), strategy=strategy)
     assert "Got: variable 'w' differs, by the factor 4." in found.text
     assert is_at(found, __file__, "the optimizer's sum")
+    line = line_of(__file__, "the optimizer's sum")
+    assert f"reduce_op='mean'; or by an argument of what is made at {line}" in found.text
 
 
 def test_one_mistake_of_an_optimizer_is_one_finding(strategy):
@@ -251,17 +253,64 @@ def test_a_reduction_in_a_merge(strategy):
 def test_what_comes_of_a_mistake_is_no_finding_of_its_own(strategy):
     with strategy.scope():
         options = {"trainable": False, "aggregation": dj.VariableAggregation.SUM}
-        count = dj.Variable(jnp.float32(1), name="count", **options)
+        count = dj.Variable(jnp.float32(1), name="count", **options)  # counts R times
 
     def step(params, x, y):
         rate = 0.1 / count.value
-        count.assign_add(jnp.float32(1))  # counts R times
+        count.assign_add(jnp.float32(1))
         grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
         return jax.tree.map(lambda p, g: p - rate / count.value * g, params, grads)
 
     found = find(strategy, step)
     assert is_at(found, __file__, "counts R times")
     assert "variable 'count' differs" in found.text and "['w'] differs" in found.text
+
+
+def test_a_reduction_less_is_told_where_it_mends(strategy):
+    """Of gradients that are weighted by a replica's number of rows, that number is its own."""
+
+    def step(params, x, y, mask):
+        count = lax.pmean(mask.sum(), AXIS)  # weighs all alike
+        loss = lambda p: jnp.sum(mask * (x @ p["w"] + p["b"] - y) ** 2) / mask.sum()
+        grads = jax.tree.map(lambda g: count * g, jax.grad(loss)(params))
+        grads = lax.psum(grads, AXIS)
+        total = lax.psum(mask.sum(), AXIS)
+        return descend(params, jax.tree.map(lambda g: g / total, grads))
+
+    mask = np.array([1, 1, 1, 0, 1, 1, 0, 1], np.float32)
+    found = finding_of(step, params(), *batch_of(strategy, X, Y, mask), strategy=strategy)
+    assert is_at(found, __file__, "weighs all alike")
+    line = line_of(__file__, "weighs all alike")
+    assert f"Fix: each replica's own value in place of the mean at {line} " in found.text
+
+
+def test_a_loss_is_well_until_something_takes_it_that_is_not_linear(strategy):
+    """Its value is each replica's own, also in a gradient of which nobody asks for the value."""
+
+    def step(params, x, y):
+        def loss_of(params):
+            gap = jnp.mean(x @ params["w"] - y)
+            return gap**2 + params["b"] ** 2  # takes it
+
+        return descend(params, lax.pmean(jax.grad(loss_of)(params), AXIS))
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "takes it")
+    assert "made at " in found.text and ", before anything reduces it." in found.text
+
+
+def test_an_argument_of_a_variable_is_told_at_the_variable(strategy):
+    with strategy.scope():
+        options = {"aggregation": dj.VariableAggregation.ONLY_FIRST_REPLICA, "trainable": False}
+        peak = dj.Variable(jnp.zeros(3), name="peak", **options)  # one replica's
+
+    def step(x, y):
+        peak.assign(0.9 * peak.value + 0.1 * x.mean(0))
+
+    found = finding_of(step, *batch_of(strategy), strategy=strategy)
+    assert is_at(found, __file__, "one replica's")
+    line = line_of(__file__, "one replica's")
+    assert f"; or by an argument of what is made at {line}" in found.text
 
 
 def test_a_state_that_the_next_step_reads(strategy):

@@ -139,13 +139,13 @@ def focal_weight_of_the_local_accuracy(strategy):
 def optimizer_that_sums(strategy):
     with strategy.scope():
         w = dj.Variable(weights(SIZE), name="w")
-        optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), reduce_op="sum")  # wrong
         optimizer.init([w])
 
     def step(x, y):
         loss_of = lambda w: jnp.mean((x @ w - y) ** 2)
         grads = jax.grad(loss_of)(w.value)
-        optimizer.apply_gradients([(grads, w)])  # wrong
+        optimizer.apply_gradients([(grads, w)])
 
     return step, batch_of(strategy, X, Y), {"strategy": strategy}
 

@@ -479,10 +479,12 @@ class _Check:
             n.line for n in nodes if not constants.keys().isdisjoint(map(_as_float, n.literals))
         }
         options = self._options_alone(constants=constants, constant_lines=lines)
-        run = TracedStep(self._trial, options).run(change)
-        if not run.recording.used_constants:
+        traced = TracedStep(self._trial, options)
+        if not traced.recording.used_constants:  # so there is nothing to compile
             return wrong
-        agreeing = {d.key for d in wrong} - {d.key for d in self._compare(several, run)}
+        agreeing = {d.key for d in wrong} - {
+            d.key for d in self._compare(several, traced.run(change))
+        }
         return self._without(wrong, agreeing, "a number in the code that is R, or 1 / R")
 
     def _without(
@@ -518,7 +520,7 @@ class _Check:
             different = self._differences(traced.run(change, modes), self._plain(change))
             left = frozenset(d.key for d in different)
             if keys.isdisjoint(left) and left <= before:  # what was right still is
-                return Fix(fix_text(edit, told, is_term=is_term), told.told, left, is_term)
+                return Fix(fix_text(edit, told, is_term=is_term), told, left, is_term)
         return None
 
     def _plain(self, change: Change | None) -> Run:

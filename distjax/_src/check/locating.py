@@ -68,8 +68,7 @@ class Break:
       came_in: the operand that is to blame; None: none is.
       kind: what this operand is.
       made_by: what computed it: a reduction, if there is one.
-      is_early: whether that operand, or a gradient computed from it, is reduced later: this line
-        uses it too early.
+      is_early: whether that operand is well by itself, and is taken before it is reduced.
       term: what is added there, or in the gradient, and does not fit; None: nothing is.
     """
 
@@ -241,19 +240,28 @@ class Locator:
         came_in, kind = min(suspects[:: -1 if node.name == "div" else 1], key=by_rank)
         made_by = self._origin(came_in, (kind,))
         term = _term_of(node, suspects, kind) if node.name in ADDS else None
-        return Break(node, came_in, kind, made_by, self._is_early(node, came_in), term)
+        return Break(node, came_in, kind, made_by, self._is_early(made_by), term)
 
-    def _is_early(self, where: Node, came_in: Node) -> bool:
-        """Returns whether an operand, or what is computed there of a gradient, is reduced later."""
-        reached, shape = {where}, np.shape(came_in.value)
+    def _is_early(self, made: Node) -> bool:
+        """Returns whether what takes a value is to blame, and not what makes it.
+
+        A loss, which depends on parameters, is each replica's own until it is reduced, and may not
+        be taken before. A count of the batch is to be that of all from where it is made, unless it
+        is reduced, too, or used in one line alone, which reduces what it makes of it.
+        """
+        of_parameters = any(
+            x.is_cross and not x.inputs and may_be_right(self.kinds(x) or ())
+            for x in upstream([made])
+        )
+        lines = {node.line for node in self._order if made in node.inputs}
+        reached = {made}
         for node in self._order:  # each comes after its inputs
-            if node.is_reduction and came_in in node.inputs:
-                return True
-            if node.is_backward or not came_in.is_backward or reached.isdisjoint(node.inputs):
+            if reached.isdisjoint(node.inputs):
                 continue
-            if node.is_reduction and any(np.shape(x.value) == shape for x in node.inputs):
+            if not node.is_reduction:
+                reached.add(node)
+            elif of_parameters or made in node.inputs or lines == {node.line}:
                 return True
-            reached.add(node)
         return False
 
     def _origin(self, node: Node, kinds: Sequence[Kind]) -> Node:
@@ -296,6 +304,17 @@ def _term_of(node: Node, suspects: Sequence[tuple[Node, Kind]], kind: Kind) -> T
 def _is_total_of(reduction: Node, node: Node) -> bool:
     """Returns whether a value is a mean over the replicas, of which this is the sum."""
     return reduction.is_reduction and reduction.line == node.line and node.name in ("div", "mul")
+
+
+def upstream(nodes: Sequence[Node]) -> list[Node]:
+    """Returns values, and all that they are computed from, nearest first."""
+    found = dict.fromkeys(nodes)
+    ahead = list(found)
+    for node in ahead:
+        new = [x for x in dict.fromkeys(node.inputs) if x not in found]
+        found.update(dict.fromkeys(new))
+        ahead += new
+    return ahead
 
 
 def _is_off(kind: Kind) -> bool:

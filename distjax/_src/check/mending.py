@@ -19,15 +19,16 @@ from distjax._src.check.locating import (
     Kind,
     Locator,
     may_be_right,
+    upstream,
 )
 from distjax._src.check.replay import Node
 
 _MEANS = "jax.lax.pmean(x, axis), ctx.all_reduce('mean', x) or reduce_op='mean'"
 _SUMS = "jax.lax.psum(x, axis), ctx.all_reduce('sum', x) or reduce_op='sum'"
 #: How many lines are tried on the way to what differs, and how many that reduce, the nearest.
-_MOST_LINES, _NEAREST = 32, 3
-#: How a reduction is made a mean in place of a sum, or a sum in place of a mean.
-_RESIZED = ("divided", "multiplied")
+_MOST_LINES, _NEAREST = 32, 4
+#: How a reduction is made a mean in place of a sum, a sum in place of a mean, or none.
+_CHANGED = ("divided", "multiplied", "not summed", "not averaged")
 #: How a value of a kind is made that of one replica, the likeliest first: of `replay.EDITS`.
 _REPAIRS = {
     Kind(SHARE, 1): ("averaged", "summed"),
@@ -59,13 +60,13 @@ class Fix(NamedTuple):
 
     Attributes:
       text: in words.
-      line: whose value it changes.
+      node: the value whose line is told.
       left: the keys of all that differs with it.
       is_of_term: whether it is of a value that does not fit what it is added to.
     """
 
     text: str
-    line: str
+    node: Node
     left: frozenset[Any]
     is_of_term: bool
 
@@ -93,7 +94,7 @@ def _at_breaks(
     tried = [
         Edited(_alike(node, nodes), edit, node)
         for node in dict.fromkeys([*made.values(), *merges])
-        for edit in _RESIZED
+        for edit in _CHANGED
     ]
     terms = [b.term for b in rest if b.term is not None]
     if terms:
@@ -101,15 +102,23 @@ def _at_breaks(
         own = tuple(dict.fromkeys(term.node for term in terms))
         tried.append(Edited(own, terms[0].edit, told, is_term=True))
     came_in = tuple(dict.fromkeys(b.came_in for b in rest if b.came_in is not None))
+    repaired = list[Edited]()
     if came_in:
         told, edits = rest[0].made_by or came_in[0], _edits_of(rest[0].kind)
-        tried += [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
+        repaired = [Edited(came_in, edit, told) for edit in edits or ("averaged", "summed")]
     nearest: dict[tuple[str, str], Node] = {}
-    for node in _upstream([b.node for b in breaks] or ends):
+    for node in upstream([*(b.node for b in breaks), *ends]):
         if node.is_reduction:
             nearest.setdefault((node.line, node.name), node)
-    for node in list(nearest.values())[:_NEAREST]:
-        tried += [Edited(_alike(node, nodes), edit, node) for edit in _RESIZED]
+    changed = [
+        Edited(_alike(node, nodes), edit, node)
+        for node in list(nearest.values())[:_NEAREST]
+        for edit in _CHANGED
+    ]
+    if rest and rest[0].kind is not None and rest[0].kind.form == EQUAL:
+        tried += repaired + changed
+    else:  # a reduction that is there is changed before one is added
+        tried += changed + repaired
     return [x._replace(nodes=_editable(x.nodes)) for x in dict.fromkeys(tried)]
 
 
@@ -131,9 +140,9 @@ def _on_the_way(ends: Sequence[Node], locator: Locator) -> list[Edited]:
     A change is of all that one line computes of one kind (the leaves of a tree of gradients),
     but for what is only used there; the first line, where such a value is made, comes first.
     """
-    upstream = set(_upstream(ends))
+    behind = set(upstream(ends))
     by_line: dict[tuple[str, str], list[Node]] = {}
-    for node in filter(upstream.__contains__, locator.nodes):
+    for node in filter(behind.__contains__, locator.nodes):
         kinds = locator.kinds(node) or ()
         if kinds and not (may_be_right(kinds) or node.is_cross):
             for edit in _edits_of(kinds[0]):
@@ -150,17 +159,6 @@ def _edits_of(kind: Kind | None) -> tuple[str, ...]:
     """Returns what may make a value of a kind that of one replica, the likeliest first."""
     is_share = kind is None or kind.form == SHARE  # its mean, too, where it is divided by another
     return _REPAIRS.get(kind or Kind(SHARE), ("summed", "averaged") if is_share else ())
-
-
-def _upstream(nodes: Sequence[Node]) -> list[Node]:
-    """Returns values, and all that they are computed from, nearest first."""
-    found = dict.fromkeys(nodes)
-    ahead = list(found)
-    for node in ahead:
-        new = [x for x in dict.fromkeys(node.inputs) if x not in found]
-        found.update(dict.fromkeys(new))
-        ahead += new
-    return ahead
 
 
 def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
@@ -183,6 +181,8 @@ def fix_text(edit: str, node: Node, *, is_term: bool = False) -> str:
     return {
         "divided": f"a mean in place of the sum at {line}: {_MEANS}",
         "multiplied": f"a sum in place of the mean at {line}: {_SUMS}",
+        "not summed": f"each replica's own value in place of the sum at {line}",
+        "not averaged": f"each replica's own value in place of the mean at {line}",
         "averaged": f"the mean over the replicas of {what}: {_MEANS}",
         "summed": f"the sum over the replicas of {what}: {_SUMS}",
         "the largest": f"the largest over the replicas of {what}: jax.lax.pmax(x, axis)",

@@ -70,6 +70,7 @@ class Node:
       index: of a branch, the number of the one that is taken, of which each computes an input.
       variable: the one that was read, if it is what a variable holds at the start.
       is_cross: whether cross-replica code computes it, where nothing can be edited.
+      asked_at: of a merge, the line that made the object whose argument says how it reduces.
       value: the value, once the step has run; None for a PRNG key.
     """
 
@@ -82,6 +83,7 @@ class Node:
     index: Node | None = None
     variable: Any = None
     is_cross: bool = False
+    asked_at: str | None = None
     value: Any = None
 
     @property
@@ -126,7 +128,10 @@ Known = tuple[Any, Node]
 #: Values that can be changed, to see whether a difference vanishes, and where in a list of numbers
 #: it says how: the number of one of `EDITS`.
 Edits = Mapping[tuple[Place, int], int]
-EDITS = ("as it is", "divided", "multiplied", "averaged", "summed", "the largest", "the smallest")
+EDITS = (
+    *("as it is", "divided", "multiplied", "averaged", "summed", "the largest", "the smallest"),
+    *("not summed", "not averaged"),
+)
 #: Primitives that add.
 ADDS = frozenset(("add", "sub", "add_any"))
 
@@ -394,7 +399,8 @@ class _RecordingEmitter(JaxprEmitter):
                 of_mode = (x, x / count, x * count, *[x] * (len(EDITS) - 3))
                 out = out._replace(array=_chosen(recording.options.modes, number, of_mode, x))
                 outs[i] = out
-            node = Node((place, i), given, is_merge, out.varying)
+            asked_at = getattr(eqn.params.get("merge"), "asked_at", None)
+            node = Node((place, i), given, is_merge, out.varying, asked_at=asked_at)
             recording.keep(node, out.array)
             recording.record(out.array, node, tags)
         return outs
@@ -477,7 +483,9 @@ class _Evaluator(OneDevice):
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         outs = self._evaluated(eqn, ins)
         own = self._edits_inside.get(id(eqn), {}) if self._is_inside else {}
-        return [self._as_edited(own[i], out) if i in own else out for i, out in enumerate(outs)]
+        given = ins if self._analysis.over_replicas(eqn) else outs
+        edit = lambda i, out: self._as_edited(own[i], out, given[i]) if i in own else out
+        return [edit(i, out) for i, out in enumerate(outs)]
 
     def _evaluated(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in DRAWS:
@@ -629,7 +637,7 @@ class _Evaluator(OneDevice):
         for i, out in enumerate(outs):
             number = self._options.edits.get((place, i))
             if number is not None:
-                out = self._as_edited(number, out)
+                out = self._as_edited(number, out, ins[i][0] if is_reduction else out)
                 self._edits_inside.setdefault(id(eqn), {})[i] = number
             around = (eqn, *reversed(outer))
             node = Node((place, i), inputs, is_reduction, literals=literals, eqns=around)
@@ -639,14 +647,15 @@ class _Evaluator(OneDevice):
             kept.answers.append((recording.place_of_draw(eqn), [out for out, _ in found]))
         return found
 
-    def _as_edited(self, number: int, out: PyTree) -> Any:
-        """Returns a result of an equation as its edit says."""
+    def _as_edited(self, number: int, out: PyTree, own: PyTree) -> Any:
+        """Returns a result of an equation as its edit says; `own` is what a reduction takes."""
         count, total = self.num_replicas, lax.psum(out, self.axis_name)
         extremes = out, out
         if not jnp.issubdtype(jnp.result_type(out), jnp.complexfloating):
             as_number = out.astype(jnp.int32) if out.dtype == bool else out
             extremes = (f(as_number, self.axis_name) for f in (lax.pmax, lax.pmin))
-        of_mode = (out, out / count, out * count, total / count, total, *extremes)
+        own = own if jnp.shape(own) == jnp.shape(out) else out  # else it was gathered
+        of_mode = (out, out / count, out * count, total / count, total, *extremes, own, own * count)
         return _chosen(self._options.modes, number, of_mode, out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,11 @@ from distjax._src import user_lines
 from distjax._src.check.comparing import Difference
 from distjax._src.check.locating import EQUAL, LARGEST, ROWS, SHARE, SMALLEST, Break, Kind
 from distjax._src.check.mending import Fix
-from distjax._src.check.replay import DRAWS, Tags
+from distjax._src.check.replay import DRAWS, Node, Tags
 from distjax._src.context import Finding
 from distjax._src.lint.findings import PADDED
 from distjax._src.user_lines import UNKNOWN
+from distjax._src.variables.variable import Variable, write_scope
 from distjax.errors import message
 
 RULE = "numbers that depend on the number of replicas"
@@ -34,8 +36,15 @@ def finding(
     where = _clearest(breaks)
     line, lines = _line_of(where, fix)
     made = None if where is None or where.made_by is None else where.made_by.told
-    if fix is not None and (line == UNKNOWN or fix.line not in (made, UNKNOWN)):
-        line = fix.line  # elsewhere than it seemed
+    is_made = where is not None and where.kind is None  # there, of what is right
+    asked = ""
+    if fix is not None:
+        at, is_reduction = fix.node.told, fix.node.is_reduction
+        if at != UNKNOWN and (is_reduction or line == UNKNOWN or not (is_made or at == made)):
+            line = at  # elsewhere than it seemed
+        at = _asked_at(where.node if where and is_made and not is_reduction else fix.node, wrong)
+        if at not in (None, UNKNOWN):
+            line, asked = at, f"; or by an argument of what is made at {at}"
     got = _differing(wrong)
     if is_redrawn:
         got += ", with other zeros and ones in the masks of the batch"
@@ -43,9 +52,20 @@ def finding(
         f"{name} needs to compute the same for {count} replicas as for one with the whole batch",
         got=got,
         why="; ".join(lines) if lines else "the numbers would depend on how many devices there are",
-        fix=fix.text if fix else _usual_fix(where),
+        fix=_usual_fix(where) if fix is None else f"{fix.text}{asked}",
     )
     return Finding("error", RULE, text, line)
+
+
+def _asked_at(node: Node, wrong: Sequence[Difference]) -> str | None:
+    """Returns the line that makes the object whose argument says how a value is reduced.
+
+    An optimizer's reduce_op, or a variable's aggregation; None: of no such object.
+    """
+    scopes = " ".join(str(eqn.source_info.name_stack) for eqn in node.eqns)
+    variables = (d.key for d in wrong if isinstance(d.key, Variable))
+    own = (v.made_at for v in variables if re.search(rf"{write_scope(v)}\b", scopes))
+    return next(own, node.asked_at)
 
 
 def _usual_fix(where: Break | None) -> str:
@@ -145,10 +165,9 @@ def _line_of(where: Break | None, fix: Fix | None) -> tuple[str, list[str]]:
     first += f", called at {used}" if used not in (UNKNOWN, node.line) else ""
     used = node.line if used == UNKNOWN else used
     if kind.form == ROWS or at in (node.line, UNKNOWN):
-        return used, [first, takes]
-    how = "before it is reduced" if where.is_early else "which nothing reduces"
-    line = used if where.is_early and used != UNKNOWN else at
-    return line, [first, f"{takes}, made at {at}, {how}"]
+        return (node.line if kind.form == ROWS else used), [first, takes]
+    line = used if where.is_early or made.is_backward else at
+    return line, [first, f"{takes}, made at {at}, before anything reduces it"]
 
 
 def _kind_text(kind: Kind) -> str:

@@ -342,10 +342,6 @@ def combined(variable: Variable, components: jax.Array) -> jax.Array:
     return jax.vmap(combine, axis_name="r")(components)[:1].astype(components.dtype)
 
 
-#: XLA's options to compile in half of the time what runs but once.
-_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 class TracedStep:
     """A step traced for a number of replicas, compiled, to be run with several batches.
 
@@ -386,7 +382,7 @@ class TracedStep:
             arrays, self._spec, new = found.evaluate(args, kwargs, pairs)
             return arrays, [new[v] for v in found.writes]
 
-        self._evaluate = jax.jit(evaluate, compiler_options=_QUICKLY)
+        self._evaluate = jax.jit(evaluate, compiler_options=jax_compat.QUICK_COMPILATION)
 
     @functools.cached_property
     def eps(self) -> float:

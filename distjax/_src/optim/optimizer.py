@@ -31,6 +31,7 @@ from distjax._src.typing import (
     VariableAggregation,
     VariableSynchronization,
 )
+from distjax._src.user_lines import calling_line
 from distjax._src.variables.variable import Variable
 from distjax.errors import (
     ContextError,
@@ -262,6 +263,7 @@ class Optimizer:
             fix="dj.optim.Optimizer(tx, 'mean', weighted=True)",
         )
         self._accumulate_steps, self._weighted = accumulate_steps, weighted
+        self.made_at = calling_line()  # what `dj.check` names where `reduce_op` is wrong
         self._tree: Any = None
         self._variables: list[Variable] = []
         self._state: OptimizerState | None = None

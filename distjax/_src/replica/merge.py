@@ -305,6 +305,11 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
+    @property
+    def asked_at(self) -> str | None:
+        """Of such a merge, the user's line that made what says how it reduces; None: not known."""
+        return getattr(getattr(self.fn, "__self__", None), "made_at", None)
+
     def trace_for_shapes(self, *, varying: bool) -> None:
         """Traces the function for its shapes and variables, with arrays per replica or of all."""
         topology, found = self.topology, dict[str, Any]()
@@ -405,6 +410,7 @@ class WeakMerge:
     def __init__(self, merge: UserMerge):
         self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
         self.reduces, self.num_results = merge.reduces, len(merge.result.leaves)
+        self.asked_at = merge.asked_at
 
     @property
     def user_merge(self) -> UserMerge | None:

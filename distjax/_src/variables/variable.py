@@ -40,6 +40,7 @@ from distjax._src.typing import (
     VariableModes,
     VariableSynchronization,
 )
+from distjax._src.user_lines import calling_line
 from distjax._src.variables.conversion import Array, convert, is_number, module_of
 from distjax._src.variables.description import VariableDescription, as_html_table, describe_stored
 from distjax._src.variables.layouts import Layout, VariablePlacement, in_force
@@ -130,6 +131,8 @@ class Variable:
     name: str
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
+    #: The user's line that made it, if an argument there says how it is combined.
+    made_at: str | None
     trainable: bool
     policy: Policy
     _layout: Layout
@@ -184,6 +187,7 @@ class Variable:
         self._layout = layout
         self.serial_number = next(_serial_numbers)
         self.is_being_made = False
+        self.made_at = None if self.aggregation is VariableAggregation.NONE else calling_line()
         self.stored = strategy.extended.make_storage(self)
         return self
 

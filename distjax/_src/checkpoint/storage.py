@@ -35,13 +35,12 @@ import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from etils import epath
 from jax.sharding import Sharding
 
 from distjax._src.checkpoint.leaves import Leaf, encode_array
@@ -68,6 +67,9 @@ from distjax.errors import (
     message,
     require,
 )
+
+if TYPE_CHECKING:
+    from etils import epath  # orbax's paths
 
 _VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
 _JSON_FILE = "metadata"  # in the latter

@@ -516,8 +516,9 @@ class _ArrayHandler(ocp.BasePyTreeCheckpointHandler):
             files = {"driver": "ocdbt", "base": folder, "path": f"{key}/"}
             spec = {"driver": "zarr", "kvstore": files}
             tensorstore.open(spec, open=True).result().resize(exclusive_max=shape).result()
-        if self._cuts:
-            _make_whole(Path(directory, "_sharding"), self._cuts)
+        shardings = Path(directory, "_sharding")
+        if self._cuts and shardings.exists():
+            _make_whole(shardings, self._cuts)
 
 
 def _make_whole(path: Path, keys: Iterable[str]) -> None:

@@ -187,6 +187,19 @@ def test_any_iterator_may_give_batches_of_a_distributed_dataset(strategy):
     assert outputs == [48, 72]
 
 
+@pytest.mark.parametrize("call", [dj.jit, jax.jit, lambda f: lambda: dj.check(f)])
+def test_not_in_a_trace(pair, call):
+    """It would read the iterator once: each call would take the same steps."""
+    iterator = iter(batches(8, 4))
+    step = lambda context, x: context.set_last_step_output("x", x.sum())
+    run = lambda: pair.extended.run_steps_on_iterator(step, iterator).last_step_outputs["x"]
+    with pair.scope(), pytest.raises(dj.errors.ContextError) as e:
+        call(run)()
+    assert str(e.value).startswith("run_steps_on_iterator needs to be called outside of traced")
+    assert str(e.value).endswith("strategy.run(step, args=(batch,)), batch)")
+    assert list(next(iterator)) == [0, 1, 2, 3]
+
+
 def test_elements_before_an_error_of_any_iterator_are_used():
     def source():
         yield from [np.ones(4, np.int32), np.ones(4, np.int32)]

@@ -249,7 +249,7 @@ class DistributedIterator:
 
     def _give(self, steps: int | None, method: str) -> Any:
         """Returns the next element, or steps; raises the error that stands in its place."""
-        _require_untraced(method)
+        require_untraced(method)
         together = self._together
         with nullcontext() if together is None else together.waiting():
             item = self._take(steps)
@@ -453,7 +453,10 @@ def _stop_all() -> None:
         prefetcher.join(_EXIT_SECONDS)
 
 
-def _require_untraced(method: str) -> None:
+def require_untraced(
+    method: str, fix: str = "step = dj.jit(fn); for x in dataset: step(x)"
+) -> None:
+    """Raises a ContextError in a trace, where data that is read is a constant."""
     frame = frames.current()
     if frame.is_replica:
         raise ContextError(
@@ -468,5 +471,5 @@ def _require_untraced(method: str) -> None:
             f"{method} needs to be called outside of traced functions",
             got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
             why="the element would be a constant of the compiled program, the same in every call",
-            fix="step = dj.jit(fn); for x in dataset: step(x)",
+            fix=fix,
         )

@@ -20,7 +20,7 @@ from distjax._src import traces
 from distjax._src.collectives.ops import as_reduce_op
 from distjax._src.context import StrategyLike, frames
 from distjax._src.data.input_layout import InputLayout
-from distjax._src.data.iterator import DistributedIterator
+from distjax._src.data.iterator import DistributedIterator, require_untraced
 from distjax._src.placement import is_per_replica, require_held
 from distjax._src.program.functions import FunctionCache
 from distjax._src.program.program import Program
@@ -158,6 +158,11 @@ def require_steps(
 ) -> int:
     """Returns `iterations` as an int; raises if an argument is not one of run_steps_on_iterator."""
     require_callable(fn, "run_steps_on_iterator")
+    require_untraced(
+        "run_steps_on_iterator",
+        fix="call it in plain Python, since it compiles its loop itself; dj.check takes what fn "
+        "does with one batch: dj.check(lambda batch: strategy.run(step, args=(batch,)), batch)",
+    )
     if not hasattr(iterator, "__next__"):
         raise TypeError(
             message(

@@ -50,7 +50,7 @@ def test_how_long_a_save_may_take(phase_timeout, checkpointer, monkeypatch):
             timeouts = dataclasses.replace(make_job().timeouts, phase_timeout=phase_timeout)
             joined = dataclasses.replace(make_job(), timeouts=timeouts)
             patch.setattr(checkpointer._storage, "job", joined)
-        checkpointer._storage._make_writer(None).close()
+        checkpointer._storage._make_writer(None, {}).close()
     assert [kw["timeout_secs"] for kw in asked] == [86400 if phase_timeout is None else 1801]
 
 

@@ -487,7 +487,8 @@ class Storage:
             ),
             description=ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
             values=ocp.PyTreeCheckpointHandler(
-                handler_impl=_ArrayHandler(cuts, processes), multiprocessing_options=processes
+                handler_impl=_CuttingHandler(cuts, processes) if cuts else None,
+                multiprocessing_options=processes,
             ),
         )
         return ocp.AsyncCheckpointer(
@@ -495,7 +496,7 @@ class Storage:
         )
 
 
-class _ArrayHandler(ocp.BasePyTreeCheckpointHandler):
+class _CuttingHandler(ocp.BasePyTreeCheckpointHandler):
     """Writes arrays; where all are on the disk, cuts padded ones to the shapes of their values.
 
     JAX has no uneven arrays, files do: so each device writes what it holds, and nobody reads it

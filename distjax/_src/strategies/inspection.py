@@ -82,10 +82,11 @@ class StrategyDescription:
         places = [("devices", self.devices)]
         if self.workers:
             places = [(f"devices of worker {i}", own) for i, own in enumerate(self.workers)]
+        is_empty = not (self.variables or self.workers)
         facts = (
             ("replicas of each worker" if self.workers else "replicas", str(self.num_replicas)),
             *((where, f"{len(own)}, {share}: {', '.join(own)}") for where, own in places),
-            ("variables", str(len(self.variables)) if self.variables else _NONE_YET),
+            ("variables", _NONE_YET if is_empty else str(len(self.variables))),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
         kinds = {"parameters": 0, "optimizer": 0, "state": 0}
@@ -119,7 +120,7 @@ class StrategyDescription:
         return Table("variables:", (*header, *(name for name, _ in columns)), tuple(rows))
 
 
-#: What has no variables may have models all the same.
+#: What has no variables may have models all the same, but at parameter servers.
 _NONE_YET = "0; Flax modules come with their first run, or dj.flax.place(module)"
 #: How many variables have a line of their own: what fits a screen.
 MOST_ROWS = 40

@@ -127,8 +127,8 @@ class Frame:
       replica_context: the ReplicaContext in a replica context, else None.
       state: where variables are read and written; None: their storage.
       in_update: whether `extended.update` is running a function on components.
-      formers: for each update around it that runs outside of traces: variables' storages, and what
-        was there before it wrote to them.
+      formers: storage of a variable -> its array before the call that this frame is of wrote to it;
+        for `variables.storage.call_or_undo`. None: nothing is to be undone.
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so methods of either kind may be called.
       from_set_strategy: whether `set_strategy` pushed this frame.
@@ -138,7 +138,7 @@ class Frame:
     replica_context: Any = None
     state: Any = None
     in_update: bool = False
-    formers: tuple[dict[Any, Any], ...] = ()
+    formers: dict[Any, Any] | None = None
     colocate_with: Any = None
     allows_both: bool = False
     from_set_strategy: bool = False
@@ -420,18 +420,10 @@ def _scope_frame(strategy: StrategyLike) -> Frame:
     now = current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(now)
-        return dataclasses.replace(
-            now, strategy=strategy, allows_both=True, from_set_strategy=False
-        )
+        return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
     require_enterable(strategy, "scope()")
     colocate_with = now.colocate_with if now.strategy is strategy else None
-    return Frame(
-        strategy,
-        state=now.state,
-        in_update=now.in_update,
-        formers=now.formers,
-        colocate_with=colocate_with,
-    )
+    return Frame(strategy, state=now.state, in_update=now.in_update, colocate_with=colocate_with)
 
 
 def _require_nothing_to_nest(now: Frame) -> None:

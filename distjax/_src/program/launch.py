@@ -28,7 +28,12 @@ from distjax._src.program.discovery import (
     show_end,
 )
 from distjax._src.typing import PyTree
-from distjax._src.variables.storage import NewestArrays, SeveralLocks, VariableLock
+from distjax._src.variables.storage import (
+    NewestArrays,
+    SeveralLocks,
+    VariableLock,
+    keep_formers,
+)
 from distjax.errors import TraceLeakError, message
 
 #: Writes the state of objects back, and returns what builds the user's results.
@@ -225,11 +230,11 @@ class Build:
             self.lock.settle()
         else:
             self.lock.show()
-        for variable in self.writes:
-            variable.stored.keep_former()
-        arrays = [v.stored.take_private() for v in self.writes]
+        stored = [v.stored for v in self.writes]
+        keep_formers(stored)
+        arrays = [each.take_private() for each in stored]
         read = [v.stored.array if v.stored.is_private else v.stored.require() for v in self.reads]
-        self._newest = newest = NewestArrays([v.stored for v in self.writes], arrays, read)
+        self._newest = newest = NewestArrays(stored, arrays, read)
         newest.take_over()
         if self._keeps:
             self._keep(newest)

@@ -280,8 +280,7 @@ class DefaultReplicaContext:
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         _require_current(self, "merge_call")
         _warn_if_mapped("merge_call")
-        now = frames.current()
-        frame = Frame(self._strategy, state=now.state, formers=now.formers)
+        frame = Frame(self._strategy, state=frames.current().state)
         with frames.with_frame(frame):
             try:
                 return merge_fn(self._strategy, *args, **kwargs)

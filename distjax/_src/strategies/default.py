@@ -78,8 +78,9 @@ class DefaultExtended(StrategyExtended):
         """Calls ``fn`` in a fresh replica context."""
         args, kwargs = require_call(fn, args, kwargs, "run")
         frames.require_cross_replica(self.strategy, "run")
-        now, replica_context = frames.current(), DefaultReplicaContext(self.strategy)
-        frame = Frame(self.strategy, replica_context, state=now.state, formers=now.formers)
+        frame = Frame(
+            self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
+        )
         args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
             args, kwargs = unmark((args, kwargs))

@@ -197,16 +197,8 @@ class StoredArray:
         self.put(None)
         self.is_lost = True
 
-    def keep_former(self) -> None:
-        """Before a write outside of traces: keeps the array, for `call_or_undo` to put back."""
-        for formers in frames.current().formers:
-            if self not in formers:
-                with self.lock:
-                    formers[self] = self.read()
-                    self.is_private = False
-
     def put_back(self, former: jax.Array | None) -> None:
-        """Stores the array that `keep_former` has kept."""
+        """Stores the array that `keep_formers` has kept."""
         with self.lock:
             self.lock.settle()
             self.put(former)
@@ -341,15 +333,26 @@ def call_or_undo(frame: Frame, write: Callable[[], Any]) -> Any:
     collected, and undo what has been written since.
     """
     formers: dict[StoredArray, Any] = {}
-    own = dataclasses.replace(frame, formers=(*frames.current().formers, formers))
     try:
-        with frames.with_frame(own):
+        with frames.with_frame(dataclasses.replace(frame, formers=formers)):
             return write()
     except BaseException:
         with interrupts.held():
             for stored, former in formers.items():
                 stored.put_back(former)
         raise
+
+
+def keep_formers(storages: Sequence[StoredArray]) -> None:
+    """Before writes outside of traces: keeps the arrays that each `call_or_undo` may put back."""
+    for frame in frames.stack():
+        if frame.formers is None:
+            continue
+        for stored in storages:
+            if stored not in frame.formers:
+                with stored.lock:
+                    frame.formers[stored] = stored.read()
+                    stored.is_private = False
 
 
 #: The arrays of variables that users were given, by `id`: a call that donates its arguments copies

@@ -46,7 +46,7 @@ from distjax._src.variables.description import VariableDescription, as_html_tabl
 from distjax._src.variables.layouts import Layout, VariablePlacement, in_force
 from distjax._src.variables.policy import OTHER_AGGREGATIONS, PLAIN, Combine, Policy, resolve_modes
 from distjax._src.variables.state import TraceState, leak_text
-from distjax._src.variables.storage import StoredArray, VariableLock
+from distjax._src.variables.storage import StoredArray, VariableLock, keep_formers
 from distjax.errors import (
     AggregationError,
     ContextError,
@@ -579,7 +579,7 @@ def _write_component(
         return
     stored = variable.stored
     with stored.lock:
-        stored.keep_former()
+        keep_formers([stored])
         has_place = method == "assign" and (stored.is_lost or stored.read() is not None)
         if not has_place:  # an assignment needs no previous value, so it can replace a deleted one
             stored.require_made()

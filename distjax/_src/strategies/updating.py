@@ -84,18 +84,9 @@ def update(
     if variable.policy.stacked:
         result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
-        result = _on_the_value(extended, variable, fn, *_one_value_each(extended, args, kwargs))
+        args, kwargs = _one_value_each(extended, args, kwargs)
+        result = _all_or_nothing(extended, lambda: fn(variable, *args, **kwargs))
     return result if group else _as_lists(extended, variable.layout.num_copies > 1, result)
-
-
-def _on_the_value(
-    extended: Updated,
-    variable: Variable,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return _all_or_nothing(extended, lambda: fn(variable, *args, **kwargs))
 
 
 def _all_or_nothing(extended: Updated, call: Callable[[], Any]) -> Any:

@@ -143,10 +143,10 @@ def test_a_shape_that_is_written_into_the_step(strategy):
         f"{name} needs to run for one replica as for 4, to be compared.",
         "  Got: TypeError: cannot reshape array of shape (8, 3) (size 24) into shape (2, 3) (size "
         "6).",
-        "  Why: with one replica the batch has the rows of all; a number of rows that is written "
-        "into the step does not fit.",
-        "  Fix: x.shape[0] in its place; batch_argnums=... if other arguments are the batch; or "
-        "rules_only=True",
+        "  Why: with one replica the batch has the rows of all; a number of rows, or of replicas, "
+        "that is written into the step does not fit.",
+        "  Fix: x.shape[0], or ctx.num_replicas_in_sync, in its place; batch_argnums=... if other "
+        "arguments are the batch; or rules_only=True",
     ]
     assert isinstance(caught.value.__cause__, TypeError)
 

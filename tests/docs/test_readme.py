@@ -40,7 +40,7 @@ def test_it_is_short():
 
 
 def test_the_files_that_it_names_exist():
-    for title in ("The way of one call", "Where new code goes", "Walks"):
+    for title in ("The path of one call", "Where new code goes", "Walks"):
         assert len(re.findall(r"`[\w/]+\.py`", section(title))) > 8, title
     for path in set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE)) - {"distjax/"}:
         assert any((place / path).exists() for place in PLACES), path

@@ -152,7 +152,7 @@ def parse(argv: Sequence[str]) -> Options:
     add = functools.partial(parser.add_argument, type=int)
     add("--processes", metavar="P", required=True, help="processes of this machine")
     add("--devices-per-process", metavar="D", help="CPU devices, or GPUs, of each")
-    add("--max-restarts", metavar="N", help="in a row without a new step (0)")
+    add("--max-restarts", metavar="N", help="in a row without a new checkpoint (0)")
     add("--grace-seconds", metavar="S", type=float, help="to save when told to end (30)")
     add("--step-deadline", metavar="S", help="seconds that a step may take (600)")
     add("--result-dir", metavar="DIR", type=str, help="of logs and events; kept (temporary)")

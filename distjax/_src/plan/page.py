@@ -60,7 +60,7 @@ def _sections(report: Report) -> Iterator[str]:
     for plans in report.by_topology():
         kind = "answer" if any(p.fits for p in plans) else "answer no"
         yield f"<p class='{kind}'>{html.escape(answer(plans))}</p>"
-        yield _bars("memory of a chip by cause", plans)
+        yield _bars(None, plans)
         yield _wide([memory_table(plans), *error_tables(plans)])
     if len({p.chips for p in report.plans}) > 1:
         ordered = sorted(report.plans, key=lambda p: (name_of(p), p.chips))
@@ -77,7 +77,7 @@ def _wide(tables: Sequence[Table]) -> str:
     return f"<div class='wide'>{as_html([t for t in tables if t.rows])}</div>"
 
 
-def _bars(caption: str, plans: Sequence[Record], with_chips: bool = False) -> str:
+def _bars(caption: str | None, plans: Sequence[Record], with_chips: bool = False) -> str:
     """A bar for each plan, of its memory by cause, and a line at what there is."""
     done = [p for p in plans if p.memory]
     most = max([1, *(p.memory.peak_bytes for p in done)])
@@ -100,8 +100,9 @@ def _bars(caption: str, plans: Sequence[Record], with_chips: bool = False) -> st
         )
     color = "<span><i style='background:var(--{0})'></i>{0}</span> "
     key = "".join(map(color.format, CAUSES))
-    caption += "; dashed: what a chip has" if any(0 < limit <= whole for limit in limits) else ""
-    below = f"<p class='key'>{key}</p><figcaption>{caption}</figcaption>"
+    dashed = "dashed: what a chip has" if any(0 < limit <= whole for limit in limits) else None
+    texts = "; ".join(text for text in (caption, dashed) if text)
+    below = f"<p class='key'>{key}</p><figcaption>{texts}</figcaption>"
     return f"<figure>{''.join(rows)}{below}</figure>"
 
 
@@ -118,7 +119,7 @@ def _curve(plan: Record) -> str:
             f"<title>{kind}, {format_bytes(size)}</title></rect>"
         )
     label = f"temporaries alive along the schedule, {format_bytes(max([0, *values]))} at most; "
-    label += f"below, its {len(ticks)} collectives"
+    label += "below, the collectives"
     return (
         f"<figure><svg viewBox='0 0 640 130' preserveAspectRatio='none' role='img' aria-label="
         f"'{label}'>{''.join(parts)}</svg><figcaption>{label}</figcaption></figure>"

@@ -117,7 +117,7 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
     if isinstance(value, jax_compat.Tracer) or value.sharding.is_fully_replicated:
         return None
     spec = spec_of_sharding(value.sharding, topology)
-    if spec is None and getattr(value.sharding, "mesh", None) != topology.mesh:
+    if spec is None and not _is_over_replicas(value.sharding, topology):
         warnings.warn(
             message(
                 f"{what} needs a sharding over the model axes {_axes_text(topology)} to stay split",
@@ -131,6 +131,17 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
             stacklevel=user_lines.user_stacklevel(),
         )
     return spec
+
+
+def _is_over_replicas(sharding: Sharding, topology: Topology) -> bool:
+    """Returns whether replicas alone split an array: these, or those of another strategy.
+
+    What the replicas split of it, the placement decides.
+    """
+    return isinstance(sharding, NamedSharding) and all(
+        topology.is_replica_axis(name) or sharding.mesh.shape[name] == 1
+        for name in names_in(sharding.spec)
+    )
 
 
 def require_spec(

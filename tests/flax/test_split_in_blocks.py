@@ -1,6 +1,7 @@
 """Modules under ZeRO where R divides no axis: arrays keep their shape, in as many parts as fit."""
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,21 @@ def test_where_arrays_live():
     before = dj.locality(kernel)
     train(strategy, (model, optimizer), 1)
     assert dj.locality(model.wide.kernel[...]) == before, "it stays where it is"
+
+
+@pytest.mark.parametrize("before", [{}, {"model": 2}], ids=["8", "4 x 2"])
+@pytest.mark.parametrize("after", [sharded, dj.MirroredStrategy], ids=["zero3", "mirrored"])
+def test_what_the_replicas_split_is_not_warned_of(before, after):
+    """6 numbers are in 2 parts, on 8 replicas and on 4; a strategy moves what another has split."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dj.errors.LocalityWarning)
+        with sharded(model_axes=before).scope():
+            model = dj.flax.create(lambda: nnx.Linear(16, 6, rngs=nnx.Rngs(0)))
+        assert {s.data.shape for s in model.bias[...].addressable_shards} == {(3,)}
+        with after(model_axes={"model": 4}).scope():
+            dj.flax.place(model)
+    parts = {s.data.shape for s in model.bias[...].addressable_shards}
+    assert parts == ({(3,)} if after is sharded else {(6,)})
 
 
 @pytest.mark.parametrize("sizes", [(6, 12, 16), (16, 12, 6), (12, 6, 3), (9, 6, 4)])

@@ -1,6 +1,7 @@
 """NNX modules whose arrays the devices of a replica hold in parts."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -219,14 +220,16 @@ def test_a_rule_that_does_not_fit(four_by_two):
     with pytest.raises(ValueError, match="axis 0 of size 7 over 2 devices") as error:
         placed(four_by_two, model, rules={"bias": P("model"), "kernel": P("model")})
     assert "kernel, by the rule 'kernel', needs a sharding" in str(error.value)
-    assert "sharding=P(None, 'model') fits" in str(error.value)
+    assert "Fix: rules={'kernel': P(None, 'model')} fits its shape; " in str(error.value)
+    assert "rules={'kernel': P()} keeps it whole on each device" in str(error.value)
     placed(four_by_two, model)
     assert parts(model.bias[...]) == {(8,)}  # nothing was written
 
 
 def test_a_rule_that_is_no_spec(four_by_two):
-    with pytest.raises(TypeError, match="needs a PartitionSpec"):
+    with pytest.raises(TypeError, match="needs a PartitionSpec") as error:
         placed(four_by_two, linear(), rules={"kernel": "model"})
+    assert "Fix: rules={'kernel': P(None, 'model')}, with from" in str(error.value)
 
 
 def test_metadata_that_name_another_axis(four_by_two):
@@ -238,8 +241,8 @@ def test_metadata_that_name_another_axis(four_by_two):
 @pytest.mark.parametrize(
     ("names", "fix"),
     [
-        ((None, "model"), "sharding=P() keeps it whole on each device"),  # 3 columns
-        (("model", "replica"), "sharding=P('model') fits its shape"),  # what of it can stay
+        ((None, "model"), "rules={'layer.kernel': P()} keeps it whole on each device"),  # 3 columns
+        (("model", "replica"), "rules={'layer.kernel': P('model')} fits"),  # what of it can stay
     ],
 )
 def test_metadata_that_do_not_fit_name_the_variable(four_by_two, names, fix):
@@ -250,6 +253,20 @@ def test_metadata_that_do_not_fit_name_the_variable(four_by_two, names, fix):
         dj.flax.create(lambda: {"layer": make()})
     assert fix in str(error.value)
     assert ("logical_axis_rules" in str(error.value)) == ("replica" in names)
+
+
+@pytest.mark.parametrize("use", ["place", "run"])
+def test_the_fix_of_metadata_that_do_not_fit_works(four_by_two, use):
+    kernel_init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
+    with nnx.use_eager_sharding(False):
+        model = nnx.Linear(4, 3, kernel_init=kernel_init, rngs=nnx.Rngs(0))
+    step = lambda model: model(jnp.ones((1, 4)))
+    with pytest.raises(ValueError, match=r"^Param kernel needs a sharding") as error:
+        placed(four_by_two, model) if use == "place" else four_by_two.run(step, args=(model,))
+    fix = re.search(r"rules=(\{.*?\}) fits its shape", str(error.value))[1]
+    placed(four_by_two, model, rules=eval(fix))
+    assert parts(model.kernel[...]) == {(2, 3)}
+    np.testing.assert_allclose(four_by_two.run(step, args=(model,)), [[4, 4, 4]])
 
 
 def test_an_array_split_over_other_axes_is_warned_of(four_by_two):

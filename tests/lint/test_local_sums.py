@@ -219,6 +219,20 @@ def test_values_of_a_replica_that_are_no_batch(two):
     require_silence(two, accepted, chain)
 
 
+def test_what_the_rows_pick_of_a_gathered_table():
+    """As the embedding of a language model under ZeRO-3."""
+    strategy = dj.ShardedStrategy(jax.devices()[:R], partition="parameters", min_split_bytes=0)
+    with strategy.scope():
+        table, w = dj.Variable(np.ones((8, SIZE), np.float32)), dj.Variable(weights())
+    (tokens,) = strategy.distribute_dataset([np.arange(R * ROWS) % 8])
+
+    def step(tokens):
+        loss = lambda table, w: jnp.mean(jnp.tanh(table[tokens] @ w) ** 2)
+        return mean(jax.grad(loss, (0, 1))(table.value, w.value))
+
+    require_silence(strategy, step, tokens)
+
+
 def test_explain_tells_how_a_result_depends_on_the_number_of_replicas(two):
     step = lambda w, x, mask: (jnp.exp(loss_of(w, x)), loss_of(w, x), errors(w, x).sum())
     with warnings.catch_warnings():

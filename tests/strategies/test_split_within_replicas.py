@@ -281,6 +281,9 @@ def test_what_describe_says(four_by_two):
     assert kept.bytes_per_device == 64
     sharded = made(MAKE["parameters"](model_axes=AXES), np.ones((4, 8)), sharding=P(None, "model"))
     assert sharded.describe().placement == "partitioned on axis 0, each split P(None, 'model')"
+    bias = made(MAKE["parameters"](model_axes=AXES), np.ones(8), sharding=P("model"))
+    why = "the model axes have all of its axes"
+    assert bias.describe().placement == f"mirrored, each split P('model') ({why})"
 
 
 def test_several_axes():

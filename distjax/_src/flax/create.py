@@ -109,7 +109,8 @@ def make_initializer(
                 continue
             if is_outside(variable):
                 raise TraceLeakError(_outside_text(variable, path[1:]))
-            _require_spec_that_fits(strategy, variable, path[1:])
+            named = [(".".join(map(str, path[1:])), variable)]
+            specs.require_fitting(named, strategy.extended.topology)
         arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
         layouts = [
             layout_of(strategy, v, jnp.shape(x), jnp.result_type(x))
@@ -135,15 +136,6 @@ def make_initializer(
             [ComparedFact("the initial values", describe_program(jitted.lower()))],
         )
     return jitted, found
-
-
-def _require_spec_that_fits(
-    strategy: StrategyLike, variable: nnx.Variable[Any], path: Sequence[Any]
-) -> None:
-    """Raises a ValueError that names the variable, if what its metadata split does not fit."""
-    name = f"{type(variable).__name__} {'.'.join(map(str, path))}"
-    for x in jax.tree.leaves(raw_value(variable)):
-        specs.spec_of_variable(variable, jnp.shape(x), strategy.extended.topology, name)
 
 
 def _build(fn: Callable[[], Any]) -> Any:

@@ -8,10 +8,11 @@ metadata of the variable, since a trace, a later optimizer and a copy of the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
 from jax.sharding import PartitionSpec
@@ -35,12 +36,12 @@ def spec_of_variable(
     variable: nnx.Variable[Any] | jax.Array,
     shape: tuple[int, ...],
     topology: Topology,
-    name: str = "",
+    path: str = "",
 ) -> Spec:
     """Returns what is split of a variable within a replica; None: what the program makes of it.
 
     State of an optimizer has the metadata of its parameter, if perhaps another shape: then it is
-    left to the program.
+    left to the program. An error names the path.
     """
     if not topology.model_axes or not isinstance(variable, nnx.Variable):
         return None
@@ -50,10 +51,16 @@ def spec_of_variable(
         spec = nnx.spmd.get_var_pspec(variable)
     if spec is None or (isinstance(variable, nnx.OptState) and not fits(spec, shape, topology)):
         return None
-    what = name or f"{type(variable).__name__} of shape {list(shape)}"
+    what = f"{type(variable).__name__} {path or f'of shape {list(shape)}'}"
     is_unknown = not set(names_in(spec)) <= dict(topology.model_axes).keys()
     is_logical = is_unknown and _METADATA not in metadata
-    return require_spec(spec, shape, topology, what, fix=_RULES_FIX if is_logical else "")
+    fix, by_path = _RULES_FIX if is_logical else "", _as_rule(path or "kernel")
+    return require_spec(spec, shape, topology, what, fix, by_path)
+
+
+def _as_rule(pattern: str) -> Callable[[str], str]:
+    """Returns what writes a spec as the rule of a pattern: rules are before any metadata."""
+    return lambda spec: f"rules={{{pattern!r}: {spec}}}"
 
 
 def write(objects: Sequence[Any], rules: Rules | None, topology: Topology | None) -> None:
@@ -73,7 +80,8 @@ def write(objects: Sequence[Any], rules: Rules | None, topology: Topology | None
         shape, spec = tuple(variable.shape), rules[pattern]
         if topology is None or (isinstance(variable, nnx.Param) or fits(spec, shape, topology)):
             if topology is not None:
-                require_spec(spec, shape, topology, f"{path}, by the rule {pattern!r},")
+                what = f"{path}, by the rule {pattern!r},"
+                require_spec(spec, shape, topology, what, written=_as_rule(pattern))
             chosen.append((variable, spec))
     if unused:
         raise ValueError(_unused_text(next(iter(unused)), [path for path, _ in found]))
@@ -102,6 +110,7 @@ def learn(objects: Sequence[Any], strategy: StrategyLike) -> None:
         return
     keep_logical_rules(modules)
     topology = strategy.extended.topology
+    require_fitting([x for module in modules for x in _named_variables(module)], topology)
     for module in modules:
         for path, variable in _named_variables(module):
             metadata, value = variable.get_metadata(), variable.get_raw_value()
@@ -110,6 +119,14 @@ def learn(objects: Sequence[Any], strategy: StrategyLike) -> None:
             spec = adopted_spec(value, topology, path)
             if spec is not None:
                 variable.set_metadata(_METADATA, spec)
+
+
+def require_fitting(named: Sequence[tuple[str, nnx.Variable[Any]]], topology: Topology) -> None:
+    """Raises a ValueError that names the parameter, if what its metadata split does not fit."""
+    for path, variable in named:
+        if isinstance(variable, nnx.Param):
+            for x in jax.tree.leaves(variable.get_raw_value()):
+                spec_of_variable(variable, jnp.shape(x), topology, path)
 
 
 def keep_logical_rules(objects: Sequence[Any]) -> None:

@@ -191,10 +191,10 @@ def is_multiple(number: float | None, count: int) -> bool:
 def of_sums(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> Scale | None:
     """Returns the scale of what is computed, not linearly, from sums over one replica's rows.
 
-    None: other values that differ have a part in it, such as rows, or gradients (their signs may
-    be meant), or it is not computed so.
+    None: other values that differ have a part in it, such as rows, what they pick of a gathered
+    table, or gradients (their signs may be meant), or it is not computed so.
     """
-    own = [x.scale for x in ins if x.differs]
+    own = [None if x.reduced else x.scale for x in ins if x.differs]
     is_known = own and walk.sizes and None not in own
     if not is_known or any(x.find("grad") for x in ins):
         return None

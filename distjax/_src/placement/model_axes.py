@@ -117,7 +117,7 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
     if isinstance(value, jax_compat.Tracer) or value.sharding.is_fully_replicated:
         return None
     spec = spec_of_sharding(value.sharding, topology)
-    if spec is None and getattr(value.sharding, "mesh", None) != topology.mesh:
+    if spec is None and not _is_over_replicas(value.sharding, topology):
         warnings.warn(
             message(
                 f"{what} needs a sharding over the model axes {_axes_text(topology)} to stay split",
@@ -133,13 +133,29 @@ def adopted_spec(value: PyTree, topology: Topology, what: str) -> Spec:
     return spec
 
 
+def _is_over_replicas(sharding: Sharding, topology: Topology) -> bool:
+    """Returns whether replicas alone split an array: these, or those of another strategy.
+
+    What the replicas split of it, the placement decides.
+    """
+    return isinstance(sharding, NamedSharding) and all(
+        topology.is_replica_axis(name) or sharding.mesh.shape[name] == 1
+        for name in names_in(sharding.spec)
+    )
+
+
 def require_spec(
-    given: PyTree, shape: Sequence[int], topology: Topology, what: str, fix: str = ""
+    given: PyTree,
+    shape: Sequence[int],
+    topology: Topology,
+    what: str,
+    fix: str = "",
+    written: Callable[[str], str] = "sharding={}".format,
 ) -> PartitionSpec | None:
     """Returns the canonical form of what a user wants split within a replica, or raises.
 
     Without model axes that is None, whatever is given, so that annotated code runs anywhere. `fix`
-    is another remedy of names that are no model axes.
+    is another remedy of names that are no model axes, `written` returns how a user gives a spec.
     """
     if given is None:
         return None
@@ -149,7 +165,7 @@ def require_spec(
                 f"{what} needs a PartitionSpec as sharding",
                 got=describe_value(given),
                 why="it says for each axis of the value over which model axes it is split",
-                fix=f"sharding={fitting_text(shape, topology)}, with "
+                fix=f"{written(fitting_text(shape, topology))}, with "
                 "from jax.sharding import PartitionSpec as P",
             )
         )
@@ -164,12 +180,13 @@ def require_spec(
                     topology,
                     _other_mesh(given),
                     "the devices of a replica are those of strategy.mesh",
+                    written,
                 )
             )
         given = given.spec
     for got, why in _misfits(given, shape, topology):
         raise ValueError(
-            _text(what, shape, topology, f"{spec_text(given)}: {got}", why, fix, given)
+            _text(what, shape, topology, f"{spec_text(given)}: {got}", why, written, fix, given)
         )
     return canonical(given, topology)
 
@@ -236,17 +253,18 @@ def _text(
     topology: Topology,
     got: str,
     why: str,
+    written: Callable[[str], str],
     fix: str = "",
     given: PartitionSpec | None = None,
 ) -> str:
     kept = _fitting_part(given or (), shape, topology)
     fitting = spec_text(kept) if kept else fitting_text(shape, topology)
-    whole = "" if fitting == "P()" else f"sharding={fitting} fits its shape; "
+    whole = "" if fitting == "P()" else f"{written(fitting)} fits its shape; "
     return message(
         f"{what} needs a sharding over the model axes that fits its shape {list(shape)}",
         got=got,
         why=why,
-        fix=f"{whole}sharding=P() keeps it whole on each device{'; ' if fix else ''}{fix}",
+        fix=f"{whole}{written('P()')} keeps it whole on each device{'; ' if fix else ''}{fix}",
     )
 
 

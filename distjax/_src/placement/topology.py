@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -104,6 +105,10 @@ class Topology:
                 parts //= factor
         entries[axis] = tuple(names)
         return NamedSharding(mesh, PartitionSpec(*entries))
+
+    def is_replica_axis(self, name: str) -> bool:
+        """Returns whether an axis of a mesh runs over replicas: by its name, or a part of it."""
+        return re.fullmatch(rf"{re.escape(self.axis_name)}(_\d+)?", name) is not None
 
     def find_axis(self, shape: Sequence[int], axes: Iterable[int] | None = None) -> int | None:
         """Returns the first of some axes (None: of all) that R divides, or None.

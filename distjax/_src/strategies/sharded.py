@@ -101,7 +101,9 @@ class ShardedPlacement:
             axes = [i for i in axes if shards[i] > 1]
         layout = split_along(self.topology, shape, axes, spec)
         if layout is None:
-            return whole
+            is_taken = bool(shape) and not free_axes(spec, shape)
+            why = "the model axes have all of its axes" if is_taken else ""
+            return dataclasses.replace(whole, why=why)
         itemsize = jnp.dtype(dtype).itemsize
         if owner is not None and tuple(owner.shape) == tuple(shape):
             itemsize = max(itemsize, jnp.dtype(owner.dtype).itemsize)  # a narrow slot goes with it

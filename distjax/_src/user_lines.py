@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -150,6 +152,17 @@ def calling_frames() -> Iterator[SourceFrame]:
         code = frame.f_code
         yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)
         frame = frame.f_back
+
+
+def last_line(fn: Callable[..., Any]) -> str:
+    """Returns the last line of a function, which mostly returns its results; UNKNOWN of none."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return UNKNOWN
+    lines = (line for _, _, line in code.co_lines() if line is not None)
+    return str(SourceFrame(code.co_qualname, code.co_filename, max(lines)))
 
 
 def user_stacklevel() -> int:

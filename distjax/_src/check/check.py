@@ -57,7 +57,7 @@ from distjax._src.replica.arguments import (
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
-from distjax._src.user_lines import UNKNOWN
+from distjax._src.user_lines import UNKNOWN, last_line
 from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
 
 
@@ -412,6 +412,7 @@ class _Check:
             told |= own
             of_it = [d for d in wrong if d.key in own]
             where, fix, line = mistake.where, mistake.fix, mistake.line
+            line = last_line(self._fn) if line == UNKNOWN else line
             found[id(mistake)] = finding(
                 self._name, self._count, where, of_it, fix, line, is_redrawn
             )

@@ -137,6 +137,8 @@ def _reasons(where: Break | None, fix: Fix | None) -> list[str]:
         return []
     node, kind, made = where.node, where.kind, where.made_by
     first = f"the first line whose result is not that of one replica: {node.line}"
+    if node.line == UNKNOWN and not node.inputs:
+        return ["it is a number that Python computes, as it does of x.shape, by no line of JAX"]
     if kind is None or made is None:
         return [first]
     takes = f"it takes {_kind_text(kind)}"

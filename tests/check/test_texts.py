@@ -302,6 +302,16 @@ def test_a_loss_is_well_until_something_takes_it_that_is_not_linear(strategy):
     assert "made at " in found.text and ", before anything reduces it." in found.text
 
 
+def test_a_number_of_python_s_has_the_line_that_returns_it(strategy):
+    def step(params, x, y):
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        return descend(params, grads), jnp.float32(1.5 * len(x))  # returns it
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "returns it")
+    assert "Why: it is a number that Python computes, as it does of x.shape, by no" in found.text
+
+
 def test_an_argument_of_a_variable_is_told_at_the_variable(strategy):
     with strategy.scope():
         options = {"aggregation": dj.VariableAggregation.ONLY_FIRST_REPLICA, "trainable": False}

@@ -46,24 +46,16 @@ _OPTIMIZER = "an optimizer with reduce_op={!r}"
 
 
 def find(
-    walk: FactWalk,
-    rule: str,
-    sites: Sequence[Site],
-    *,
-    needs: str,
-    got: str,
-    why: str,
-    fix: str,
-    others: str = "from a value made",
+    walk: FactWalk, rule: str, sites: Sequence[Site], *, needs: str, got: str, why: str, fix: str
 ) -> None:
-    """Adds a finding, once per rule and line; the first site is where the fix goes."""
+    """Adds a finding, once per rule and line; the first site is the mistake itself."""
     fix = _REPLICA_CALL.sub("strategy.reduce(", fix) if walk.across else fix
     source = calling_line() if sites[0].source == UNKNOWN else sites[0].source
     if (rule, source) in walk.found:
         return
     why = f"{ALONE}{why}" if walk.is_alone else why
-    more = [f", {others} at {site.source}" for site in sites[1:]]
-    text = message(needs, got=f"{got}, at {source}{''.join(more)}", why=why, fix=fix)
+    made = [f", from a value made at {site.source}" for site in sites[1:]]
+    text = message(needs, got=f"{got}, at {source}{''.join(made)}", why=why, fix=fix)
     reason = next((r for r in map(reason_in, (site.names for site in sites)) if r), None)
     walk.found[rule, source] = Finding("warning", rule, text, source, reason)
 
@@ -292,8 +284,7 @@ def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> No
             find(
                 walk,
                 EQUAL_NUMBERS,
-                [made, walk.site(eqn)],
-                others="and used",
+                [walk.site(eqn), made],
                 needs="random numbers for examples that differ need a key per replica",
                 got="numbers drawn from a key that is equal on every replica",
                 why="every replica uses the same mask or noise: R batches share one",

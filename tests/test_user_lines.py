@@ -1,5 +1,6 @@
 """Which line of a call stack is the user's."""
 
+import functools
 import inspect
 import sysconfig
 
@@ -14,8 +15,11 @@ from distjax._src.user_lines import (
     SourceFrame,
     calling_line,
     find_line,
-    meeting_lines,
+    last_line,
+    line_within,
+    meeting_level,
     source_line,
+    user_frames,
 )
 
 PACKAGES, SCRIPTS = (sysconfig.get_paths()[key] for key in ("purelib", "scripts"))
@@ -74,12 +78,26 @@ def test_the_line_of_the_function_that_has_a_value_where_it_is_used():
     makes, uses, own = (
         f"{__file__}:{at(f'# {text}')} " for text in ("made", "called", "of its own")
     )
-    used, told = meeting_lines([halved], [made], False)
-    assert used.startswith(uses) and told.startswith(makes)
-    used, told = meeting_lines([inner], [halved], False)
-    assert used.startswith(own) and told.startswith(uses)
-    assert meeting_lines([halved], [], False) == (source_line(halved), UNKNOWN)
-    assert meeting_lines([], [made], False) == (UNKNOWN, source_line(made))
+    frames = lambda eqn: user_frames([eqn], False)
+    level, are_lines = meeting_level(frames(halved), frames(made))
+    assert are_lines and str(frames(made)[level]).startswith(makes)
+    assert line_within(frames(halved), level).startswith(uses)
+    level, are_lines = meeting_level(frames(inner), frames(halved))
+    assert are_lines and line_within(frames(inner), level).startswith(own)
+    level, are_lines = meeting_level(frames(halved), frames(halved))
+    assert not are_lines and str(frames(halved)[level]) == source_line(halved)
+    assert line_within([], 0) == UNKNOWN
+
+
+def test_the_last_line_of_a_function_is_that_of_its_result():
+    def step(x):
+        y = x + 1
+        return y  # the result
+
+    lines = inspect.getsourcelines(step)
+    at = lines[1] + next(i for i, line in enumerate(lines[0]) if "the result" in line)
+    assert last_line(functools.partial(jax.jit(step), 1)).startswith(f"{__file__}:{at} ")
+    assert last_line(len) == UNKNOWN
 
 
 def test_a_line_that_nothing_tells():

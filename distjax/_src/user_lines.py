@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -83,26 +85,19 @@ def gradient_line(*eqns: JaxprEqn) -> str | None:
     return None
 
 
-def meeting_lines(
-    used: Iterable[JaxprEqn], made: Iterable[JaxprEqn], is_gradient: bool
-) -> tuple[str, str]:
-    """Returns the user's lines that use and make a value, in the function that does both.
+def meeting_level(used: Sequence[SourceFrame], made: Sequence[SourceFrame]) -> tuple[int, bool]:
+    """Returns the level of two stacks at which one function uses and makes a value.
 
-    A function that is only called with it, such as one that clips, is not to blame for what comes,
-    nor one that is called for it, such as a loss.
-
-    A gradient is made where it is asked for.
+    And whether two of its lines do. A function that is only called with the value, such as one that
+    clips, is not to blame for what comes, nor one that is called for it, such as a loss.
     """
-    ours, theirs = _user_frames(used, False), _user_frames(made, is_gradient)
-    pairs = list(zip(ours, theirs, strict=False))
-    at = next((i for i, (own, other) in enumerate(pairs) if own != other), len(pairs) or len(ours))
-    is_same = at < len(pairs) and ours[at][:2] == theirs[at][:2]  # but for the line
-    at = at if is_same else max(at - 1, 0)
-    made_at = str(theirs[min(at, len(theirs) - 1)]) if theirs else UNKNOWN
-    return _line_within(ours, at), made_at
+    pairs = list(zip(used, made, strict=False))
+    at = next((i for i, (own, other) in enumerate(pairs) if own != other), len(pairs) or len(used))
+    are_lines = at < len(pairs) and used[at][:2] == made[at][:2]
+    return at if are_lines else max(at - 1, 0), are_lines
 
 
-def _line_within(frames: list[SourceFrame], at: int) -> str:
+def line_within(frames: Sequence[SourceFrame], at: int) -> str:
     """Returns the line of a level of a stack, or of a function in that one, which is called."""
     if at >= len(frames):
         return str(frames[-1]) if frames else UNKNOWN
@@ -113,7 +108,7 @@ def _line_within(frames: list[SourceFrame], at: int) -> str:
     return str(frames[at])
 
 
-def _user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFrame]:
+def user_frames(eqns: Iterable[JaxprEqn], is_gradient: bool) -> list[SourceFrame]:
     """Returns the frames of the user's code, outermost first; of a gradient those that ask for it.
 
     Of the first of the equations that has any.
@@ -157,6 +152,17 @@ def calling_frames() -> Iterator[SourceFrame]:
         code = frame.f_code
         yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)
         frame = frame.f_back
+
+
+def last_line(fn: Callable[..., Any]) -> str:
+    """Returns the last line of a function, which mostly returns its results; UNKNOWN of none."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return UNKNOWN
+    lines = (line for _, _, line in code.co_lines() if line is not None)
+    return str(SourceFrame(code.co_qualname, code.co_filename, max(lines)))
 
 
 def user_stacklevel() -> int:

@@ -171,11 +171,13 @@ def test_clipped_before_it_is_reduced(strategy):
 
 def test_a_square_root_of_a_local_mean(strategy):
     def step(params, x, y):
-        loss = lambda p: jnp.sqrt(loss_of(p, x, y))  # the root
+        mean = lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2)  # the mean
+        loss = lambda p: jnp.sqrt(mean(p))  # the root
         return descend(params, lax.pmean(jax.grad(loss)(params), AXIS))
 
     found = find(strategy, step)
-    assert is_at(found, __file__, "the root")
+    assert is_at(found, __file__, "the mean")
+    assert f"not that of one replica: {line_of(__file__, 'the root')} " in found.text
 
 
 def test_a_count_of_a_replica_s_own_in_a_quotient(strategy):
@@ -289,14 +291,25 @@ def test_a_loss_is_well_until_something_takes_it_that_is_not_linear(strategy):
 
     def step(params, x, y):
         def loss_of(params):
-            gap = jnp.mean(x @ params["w"] - y)
+            gap = jnp.mean(x @ params["w"] - y)  # makes it
             return gap**2 + params["b"] ** 2  # takes it
 
         return descend(params, lax.pmean(jax.grad(loss_of)(params), AXIS))
 
     found = find(strategy, step)
-    assert is_at(found, __file__, "takes it")
+    assert is_at(found, __file__, "makes it")
+    assert f"not that of one replica: {line_of(__file__, 'takes it')} " in found.text
     assert "made at " in found.text and ", before anything reduces it." in found.text
+
+
+def test_a_number_of_python_s_has_the_line_that_returns_it(strategy):
+    def step(params, x, y):
+        grads = lax.pmean(jax.grad(loss_of)(params, x, y), AXIS)
+        return descend(params, grads), jnp.float32(1.5 * len(x))  # returns it
+
+    found = find(strategy, step)
+    assert is_at(found, __file__, "returns it")
+    assert "Why: it is a number that Python computes, as it does of x.shape, by no" in found.text
 
 
 def test_an_argument_of_a_variable_is_told_at_the_variable(strategy):

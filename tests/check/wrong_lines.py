@@ -1,4 +1,4 @@
-"""Twenty wrong training steps in five styles, with the line that is wrong marked.
+"""Twenty-two wrong training steps in five styles, with the line that is wrong marked.
 
 `# wrong` ends a statement that reduces, or computes, in the wrong way. Where a reduction is
 missing, `# makes` ends the statement that computes what was to be reduced, and `# takes` the one
@@ -130,6 +130,44 @@ def focal_weight_of_the_local_accuracy(strategy):
 
     args = weights(SIZE, CLASSES), *batch_of(strategy, X, LABELS)
     return step, args, {"strategy": strategy}
+
+
+def thresholds(labels):
+    counts = jax.nn.one_hot(labels, CLASSES).sum(0)  # wrong: thresholds_of_local_counts
+    status = counts / (1.0 + counts.max())
+    return status / (2.0 - status)
+
+
+@program
+def thresholds_of_local_counts(strategy):
+    def step(w, x, labels):
+        def loss_of(w):
+            losses = optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+            weight = thresholds(labels)[labels]
+            return jnp.mean(weight * losses)
+
+        return w - 0.3 * lax.pmean(jax.grad(loss_of)(w), AXIS)
+
+    args = weights(SIZE, CLASSES), *batch_of(strategy, X, LABELS)
+    return step, args, {"strategy": strategy}
+
+
+def distances(a, b):
+    return jnp.sqrt(((a[:, None] - b[None]) ** 2).sum(-1) + 1e-3)
+
+
+@program
+def nearest_of_own_rows(strategy):
+    def step(w, x):
+        def loss_of(w):
+            z = jnp.tanh(x @ w)
+            apart = distances(z, z)  # wrong
+            own = jnp.eye(len(z))
+            return jnp.mean(jnp.min(apart + 9.0 * own, axis=1))
+
+        return w - 0.1 * lax.pmean(jax.grad(loss_of)(w), AXIS)
+
+    return step, (weights(SIZE, CLASSES), *batch_of(strategy, X)), {"strategy": strategy}
 
 
 # -- variables and dj.optim ---------------------------------------------------------

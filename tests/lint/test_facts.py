@@ -174,6 +174,17 @@ def weighted_by_the_local_count(s):
     return step
 
 
+def masked_by_rank(s):
+    """As in a masked autoencoder: each row, and so each replica, has as many that are masked."""
+
+    def step(w, x):
+        order = jnp.argsort(x, axis=1)
+        masked = (jnp.argsort(order, axis=1) >= 1).astype(jnp.float32)
+        return mean(jnp.sum((x * w) ** 2 * masked) / masked.sum())
+
+    return step
+
+
 def variances_within_and_between(s):
     """As for R-hat of Markov chains: what the means differ by is told of by itself."""
 
@@ -274,6 +285,7 @@ TRAPS = [
     layer_norm,
     synchronized_batch_norm,
     weighted_by_the_local_count,
+    masked_by_rank,
     variances_within_and_between,
     law_of_total_variance,
 ]

@@ -57,7 +57,7 @@ from distjax._src.replica.arguments import (
 from distjax._src.strategies.strategy import Strategy
 from distjax._src.traces import is_struct
 from distjax._src.typing import PyTree
-from distjax._src.user_lines import UNKNOWN
+from distjax._src.user_lines import UNKNOWN, last_line
 from distjax.errors import CheckError, UnsupportedError, describe_value, is_int, message
 
 
@@ -375,6 +375,11 @@ class _Check:
         mistakes = _mistakes_of(self._not_by_constants(wrong, several, change), locator)
         for mistake in mistakes:
             mistake.fix = self._find_fix(mistake, {d.key for d in before}, change, locator)
+            mended = None if mistake.fix is None else mistake.fix.node
+            if mistake.where is not None:
+                mistake.line = locator.line_to_mend(mistake.where, mended)
+            elif mended is not None:
+                mistake.line = mended.told
         return self._tell(mistakes, is_redrawn=change is not None)
 
     def _keep_values(self, change: Change | None) -> tuple[Run, Locator]:
@@ -406,8 +411,10 @@ class _Check:
             own |= mended[id(mistake)]
             told |= own
             of_it = [d for d in wrong if d.key in own]
+            where, fix, line = mistake.where, mistake.fix, mistake.line
+            line = last_line(self._fn) if line == UNKNOWN else line
             found[id(mistake)] = finding(
-                self._name, self._count, mistake.breaks, of_it, mistake.fix, is_redrawn
+                self._name, self._count, where, of_it, fix, line, is_redrawn
             )
         return [found[id(m)] for m in mistakes if id(m) in found]
 
@@ -558,11 +565,22 @@ class _Mistake:
       wrong: the values that differ.
       breaks: where the law breaks on the way to them, if that was found.
       fix: what mends them; None: nothing that was tried.
+      line: where it is to be mended.
     """
 
     wrong: list[Difference] = dataclasses.field(default_factory=list)
     breaks: list[Break] = dataclasses.field(default_factory=list)
     fix: Fix | None = None
+    line: str = UNKNOWN
+
+    @property
+    def where(self) -> Break | None:
+        """The break to tell of: one whose line is known, and a reduction's, if there is one."""
+        rank = lambda b: (
+            b.made_by is None or not b.made_by.is_reduction or b.made_by.line == UNKNOWN,
+            b.node.line == UNKNOWN,
+        )
+        return min(self.breaks, key=rank, default=None)
 
 
 def _mistakes_of(wrong: Sequence[Difference], locator: Locator) -> list[_Mistake]:

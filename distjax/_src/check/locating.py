@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distjax._src import user_lines
 from distjax._src.check.comparing import joined_axis, largest_change, numbers
 from distjax._src.check.replay import ADDS, Node
+from distjax._src.user_lines import UNKNOWN
 
 EQUAL, ROWS, SHARE = "equal", "rows", "share"
 #: What a maximum, or minimum, over each replica's rows is; what makes it, and what hands it on.
@@ -68,7 +70,6 @@ class Break:
       came_in: the operand that is to blame; None: none is.
       kind: what this operand is.
       made_by: what computed it: a reduction, if there is one.
-      is_early: whether that operand is well by itself, and is taken before it is reduced.
       term: what is added there, or in the gradient, and does not fit; None: nothing is.
     """
 
@@ -76,7 +77,6 @@ class Break:
     came_in: Node | None = None
     kind: Kind | None = None
     made_by: Node | None = None
-    is_early: bool = False
     term: Term | None = None
 
 
@@ -186,7 +186,8 @@ class Locator:
                 else:  # a share, or rows, where it must be equal
                     found[node] = Break(node, node, kinds[0], made_by)
                 continue
-            broken = [x for x in node.inputs if self.kinds(x) == ()]
+            # But for numbers of Python's, which no line makes.
+            broken = [x for x in node.inputs if self.kinds(x) == () and (x.inputs or x.eqns)]
             if kinds is None:  # a key, or what one replica does not compute
                 pending += [*broken, *(x for x in node.inputs if self.kinds(x) is None)]
             elif broken:
@@ -238,36 +239,68 @@ class Locator:
         # what divides is to be whole.
         by_rank = lambda s: (s[1].power == 0 or s[1].form != EQUAL, s[1].form == ROWS)
         came_in, kind = min(suspects[:: -1 if node.name == "div" else 1], key=by_rank)
-        made_by = self._origin(came_in, (kind,))
+        made_by = self._origin(came_in, (kind,), node.line if kind.form == ROWS else None)
         term = _term_of(node, suspects, kind) if node.name in ADDS else None
-        return Break(node, came_in, kind, made_by, self._is_early(made_by), term)
+        return Break(node, came_in, kind, made_by, term)
 
-    def _is_early(self, made: Node) -> bool:
-        """Returns whether what takes a value is to blame, and not what makes it.
+    def line_to_mend(self, where: Break, mended: Node | None) -> str:
+        """Returns the line that is to be changed: where a fix goes, or else the likeliest.
 
-        A loss, which depends on parameters, is each replica's own until it is reduced, and may not
-        be taken before. A count of the batch is to be that of all from where it is made, unless it
-        is reduced, too, or used in one line alone, which reduces what it makes of it.
+        What a value is to be is whole, before a line takes it that needs it so. Where a reduction
+        comes next, of the value or of what is computed of it, that line is to wait for it. Else
+        what makes the value is to reduce it: of a loss or a gradient the line that asks for it.
+        Rows are well as they are, and what takes those of one replica is not.
+
+        Args:
+          where: where the law breaks.
+          mended: what a fix changes; None: there is none.
         """
-        of_parameters = any(
-            x.is_cross and not x.inputs and may_be_right(self.kinds(x) or ())
-            for x in upstream([made])
-        )
-        lines = {node.line for node in self._order if made in node.inputs}
-        reached = {made}
+        taken, made = where.node, mended or where.made_by or where.node
+        if mended is not None and where.made_by in upstream([mended]) and not mended.is_reduction:
+            made = where.made_by or mended
+        used = user_lines.user_frames(taken.eqns, False)
+        level, are_lines = user_lines.meeting_level(used, made.frames)
+        takes = user_lines.line_within(used, level) if made.frames else taken.line
+        if made.line == UNKNOWN or made is taken:
+            return taken.line
+        if made.is_reduction:
+            return made.line
+        is_of_rows = mended is None and where.kind is not None and where.kind.form == ROWS
+        if is_of_rows or (are_lines and self._is_reduced_next(made, level)):
+            return takes
+        is_inside = made.gradient_line == taken.gradient_line and not made.is_backward
+        return made.line if is_inside else made.gradient_line or made.line
+
+    def _is_reduced_next(self, made: Node, level: int) -> bool:
+        """Returns whether a reduction takes a value, or what the next line makes of it.
+
+        Lines count that are in the function at this level of the stack.
+        """
+        *around, function = made.frames[: level + 1]
+
+        def line_of(node: Node) -> int | None:
+            *outer, own = node.frames[: level + 1] or [None]
+            return own.line if own and outer == around and own[:2] == function[:2] else None
+
+        passed = {made: 0}  # how many lines lie between
         for node in self._order:  # each comes after its inputs
-            if reached.isdisjoint(node.inputs):
+            before = [x for x in node.inputs if x in passed]
+            at = line_of(node) if before else None
+            if at is None or node.is_backward > made.is_backward:  # a gradient is reduced anyway
                 continue
-            if not node.is_reduction:
-                reached.add(node)
-            elif of_parameters or made in node.inputs or lines == {node.line}:
+            lines = min(passed[x] + (line_of(x) != at) for x in before)
+            if node.is_reduction and lines <= 2:
                 return True
+            passed[node] = lines
         return False
 
-    def _origin(self, node: Node, kinds: Sequence[Kind]) -> Node:
-        """Returns what made a value such: the reduction behind it, or the value itself."""
+    def _origin(self, node: Node, kinds: Sequence[Kind], line: str | None = None) -> Node:
+        """Returns what made a value such: the reduction behind it, or the value itself.
+
+        With `line` the last one that is made elsewhere.
+        """
         wanted, at, followed = set(kinds), node, set[Any]()
-        while not at.is_reduction:
+        while not at.is_reduction and line in (None, at.line):
             if (mean := next((x for x in at.inputs if _is_total_of(x, at)), None)) is not None:
                 return mean
             known = [(x, self.kinds(x) or ()) for x in at.inputs]

@@ -112,6 +112,11 @@ class Node:
         """Whether it is computed in the backward pass of a gradient."""
         return any("transpose(" in str(eqn.source_info.name_stack) for eqn in self.eqns)
 
+    @functools.cached_property
+    def frames(self) -> list[user_lines.SourceFrame]:
+        """The user's frames, outermost first; of a gradient those that ask for it."""
+        return user_lines.user_frames(self.eqns, self.is_backward)
+
     @property
     def told(self) -> str:
         """The line to tell of as its maker: of a gradient, where that was asked for."""
@@ -400,7 +405,7 @@ class _RecordingEmitter(JaxprEmitter):
                 out = out._replace(array=_chosen(recording.options.modes, number, of_mode, x))
                 outs[i] = out
             asked_at = getattr(eqn.params.get("merge"), "asked_at", None)
-            node = Node((place, i), given, is_merge, out.varying, asked_at=asked_at)
+            node = Node((place, i), given, is_merge, out.varying, eqns=(eqn,), asked_at=asked_at)
             recording.keep(node, out.array)
             recording.record(out.array, node, tags)
         return outs

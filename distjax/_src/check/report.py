@@ -27,25 +27,21 @@ _LEVELS = ("error", "warning", "note")
 def finding(
     name: str,
     count: int,
-    breaks: Sequence[Break],
+    where: Break | None,
     wrong: Sequence[Difference],
     fix: Fix | None,
+    line: str,
     is_redrawn: bool,
 ) -> Finding:
     """Returns the finding for values that differ, which one line makes wrong."""
-    where = _clearest(breaks)
-    line, lines = _line_of(where, fix)
-    made = None if where is None or where.made_by is None else where.made_by.told
-    is_made = where is not None and where.kind is None  # there, of what is right
-    asked = ""
+    at, asked = None, ""
     if fix is not None:
-        at, is_reduction = fix.node.told, fix.node.is_reduction
-        if at != UNKNOWN and (is_reduction or line == UNKNOWN or not (is_made or at == made)):
-            line = at  # elsewhere than it seemed
-        at = _asked_at(where.node if where and is_made and not is_reduction else fix.node, wrong)
-        if at not in (None, UNKNOWN):
-            line, asked = at, f"; or by an argument of what is made at {at}"
-    got = _differing(wrong)
+        is_made = where is not None and where.kind is None  # there, of what is right
+        by_value = is_made and not fix.node.is_reduction
+        at = _asked_at(where.node if where and by_value else fix.node, wrong)
+    if at not in (None, UNKNOWN):
+        line, asked = at, f"; or by an argument of what is made at {at}"
+    got, lines = _differing(wrong), _reasons(where, fix)
     if is_redrawn:
         got += ", with other zeros and ones in the masks of the batch"
     text = message(
@@ -113,15 +109,6 @@ def padding_finding(name: str, different: Sequence[Difference]) -> Finding:
     return Finding("error", PADDED, text, UNKNOWN)
 
 
-def _clearest(breaks: Sequence[Break]) -> Break | None:
-    """Returns the break to tell of: one whose line is known, and a reduction's, if there is one."""
-    rank = lambda b: (
-        b.made_by is None or not b.made_by.is_reduction or b.made_by.line == UNKNOWN,
-        b.node.line == UNKNOWN,
-    )
-    return min(breaks, key=rank, default=None)
-
-
 def _differing(wrong: Sequence[Difference]) -> str:
     """Returns what differs, with the factor: one for all, or that of each value that has one."""
     factors = [d.factor for d in wrong]
@@ -144,30 +131,34 @@ _TERMS = {
 }
 
 
-def _line_of(where: Break | None, fix: Fix | None) -> tuple[str, list[str]]:
-    """Returns the line to look at, and what is wrong, in sentences."""
+def _reasons(where: Break | None, fix: Fix | None) -> list[str]:
+    """Returns where the law breaks, by what, and where that came from, in sentences."""
     if where is None:
-        return UNKNOWN, []
+        return []
     node, kind, made = where.node, where.kind, where.made_by
     first = f"the first line whose result is not that of one replica: {node.line}"
+    if node.line == UNKNOWN and not node.inputs:
+        return ["it is a number that Python computes, as it does of x.shape, by no line of JAX"]
     if kind is None or made is None:
-        return node.line, [first]
+        return [first]
     takes = f"it takes {_kind_text(kind)}"
     if kind.form == EQUAL or made.is_reduction:
         told = [takes] if where.came_in is not node else []
         told += [f"made by {made.name} at {made.line}"] if made is not node else []
-        return (node.line if made.line == UNKNOWN else made.line), [first, *told]
+        return [first, *told]
     if where.term is not None and (fix is None or fix.is_of_term):
-        return node.line, [first, _TERMS[where.term.edit]]
+        return [first, _TERMS[where.term.edit]]
     if node.is_merge:
-        return node.line, [first, f"it reduces {_kind_text(kind)}, made at {made.told}"]
-    used, at = user_lines.meeting_lines(node.eqns, made.eqns, made.is_backward)
+        return [first, f"it reduces {_kind_text(kind)}, made at {made.told}"]
+    frames = user_lines.user_frames(node.eqns, False)
+    level, _ = user_lines.meeting_level(frames, made.frames)
+    used = user_lines.line_within(frames, level)
     first += f", called at {used}" if used not in (UNKNOWN, node.line) else ""
-    used = node.line if used == UNKNOWN else used
+    at = next(map(str, made.frames[level:]), UNKNOWN)
+    at = made.told if at == node.line else at
     if kind.form == ROWS or at in (node.line, UNKNOWN):
-        return (node.line if kind.form == ROWS else used), [first, takes]
-    line = used if where.is_early or made.is_backward else at
-    return line, [first, f"{takes}, made at {at}, before anything reduces it"]
+        return [first, takes]
+    return [first, f"{takes}, made at {at}, before anything reduces it"]
 
 
 def _kind_text(kind: Kind) -> str:

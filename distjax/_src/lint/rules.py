@@ -5,6 +5,8 @@ Tags; most hold the site where they originated:
 - `scale`: what the value is to that of one replica, see `facts.Scale`;
 - `grad` (part of a backward pass; of an equal value: a sum or mean of gradients), `component` (of a
   variable), `base` (the argument or variable that it updates), `random` (bits from an equal key);
+- `permuted` (of ranks, and other equal values in an order of their own: along which axis, from the
+  last);
 - of numbers: `divisor` (the number that a constant was divided by), `over_R` (a constant over the
   number of replicas), `repeated` (the derivative of a sum over the replicas, which is one, too).
 """
@@ -534,9 +536,10 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Other ops; keeps random bits of equal keys, and what was computed of sums."""
-    out = unknown(ins)
+    out, arrays = unknown(ins), [x for x in ins if x.number is None]
     if out.differs:
         out = out.having(scale=_size_of(ins) or of_sums(walk, eqn, ins))
+        out = out.having(permuted=arrays[0].find("permuted") if len(arrays) == 1 else None)
     else:
         out = out.having(random=next((x.find("random") for x in ins if x.find("random")), None))
     return [out] * len(eqn.outvars)
@@ -623,6 +626,8 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     if x.find("grad"):
         is_by_example = axes == (0,) and count in walk.leading and not walk.is_transposed(eqn)
         return [elements_of(x).having(scale=total if is_by_example else elements_of(x).scale)]
+    if len(shape_of(eqn.invars[0])) + (x.find("permuted") or 0) in axes:
+        return [DIFFERS]  # as many on each replica
     if x.scale is not None and (walk.sizes or x.is_kind(SIZE, NORM)):  # its rows have been summed
         return [DIFFERS.having(scale=_linear_scale(x, EQUAL))]
     summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
@@ -641,6 +646,14 @@ def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Selects or adds up elements of its first operand: gather, cumsum, pad, split."""
     kept = elements_of(ins[0])
     return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
+
+
+def _sort(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Sorts operands by the first of them: argsort puts the numbers of elements in their order."""
+    if not unknown(ins).differs:
+        return [EQUAL] * len(ins)
+    axis = eqn.params["dimension"] - len(shape_of(eqn.invars[0]))
+    return [DIFFERS if x.differs else DIFFERS.having(permuted=axis) for x in ins]
 
 
 def _put(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -730,6 +743,7 @@ RULES: dict[str, Rule] = {
     ),
     **_named(_broadcast, "broadcast_in_dim"),
     **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
+    **_named(_sort, "sort"),
     **_named(_put, "dynamic_update_slice scatter scatter-add"),
     **_named(_reduce_sum, "reduce_sum"),
     **_named(_reduce_extreme, "reduce_max reduce_min"),

@@ -64,13 +64,14 @@ accelerator: $(INSTALLED)  ## the laws of all strategies on the devices of PLATF
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m table $(PYTEST_FLAGS)
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
-	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
+	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
+	  tests/laws tests/collectives/test_joining.py tests/servers/test_compiling.py
 
 fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.pmap, SEEDS of each
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
 	  tests/differential/test_proofs.py tests/pmap/test_random.py
 
-drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched ones, misuse, curves, 512 devices, interrupts, parameter servers
+drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched ones, misuse, curves, 512 devices, interrupts, parameter servers, tests that take long
 	$(BIN)/python -m tests.drills --seed $(SEED) --kills $(KILLS)
 	$(BIN)/python -m tests.drills.faults --seed $(SEED) --faults $(FAULTS)
 	$(BIN)/python -m tests.drills.misuse
@@ -79,6 +80,7 @@ drills: $(INSTALLED)  ## KILLS of trainings from SEED on, FAULTS of launched one
 	$(BIN)/python -m tests.drills.interrupts --seed $(SEED)
 	$(BIN)/python -m tests.drills.servers --seed $(SEED)
 	$(BIN)/python -m tests.drills.ray_servers --seed $(SEED)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m drill $(PYTEST_FLAGS)
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

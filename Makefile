@@ -39,7 +39,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test plan-test accelerator laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test drill-test plan-test accelerator laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,8 +49,11 @@ venv: $(INSTALLED)  ## build the virtual environment, nothing else
 demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
 	$(BIN)/python examples/digits/train.py
 
-test: $(INSTALLED)  ## all tests
+test: $(INSTALLED)  ## the tests, but for those that take long
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_FLAGS)
+
+drill-test: $(INSTALLED)  ## the tests that `make test` leaves out: long ones beside a quick one of the same law
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m drill $(PYTEST_FLAGS)
 
 # libtpu is large: an environment beside the other, with it. One process at a time loads it.
 plan-test: $(INSTALLED)  ## the tests that compile for TPUs, in VENV, which gets libtpu (575 MB)
@@ -64,7 +67,8 @@ accelerator: $(INSTALLED)  ## the laws of all strategies on the devices of PLATF
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m table $(PYTEST_FLAGS)
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
-	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
+	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
+	  tests/laws tests/collectives/test_joining.py tests/servers/test_compiling.py
 
 fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.pmap, SEEDS of each
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \

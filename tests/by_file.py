@@ -16,7 +16,6 @@ SLOW = {
     "tests/check/test_lines.py",
     "tests/check/test_random.py",
     "tests/differential/test_random.py",
-    "tests/examples/test_steps_are_silent.py",
     "tests/faults/test_first_call_interrupts.py",
     "tests/laws/test_mixed_calls.py",
     "tests/laws/test_mixed_threads.py",

@@ -7,7 +7,6 @@ and rows of the table that need more of them than there are skip.
 import functools
 import gc
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import signal
@@ -58,8 +57,8 @@ from tests.pairwise import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
 
-#: Tests go to workers by files.
-pytest_plugins = ["tests.by_file"]
+#: Tests go to workers by files; those that take long are left to `make drill-test`.
+pytest_plugins = ["tests.by_file", "tests.drill_mark"]
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and many are about it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -132,6 +131,13 @@ OTHER_COUNTS = {
     *("central1", "central2", "central8", "two_each1", "two_each3"),
 }
 
+#: Rows that others have parts of: laws run over them in `make drill-test`. (What the devices of a
+#: replica divide, and the replicas too, is `strategies/test_split_within_replicas.py`.)
+DRILLS = {"mirrored1", "parameters_two_each2", "central_two_each2"}
+
+#: A row of each way to keep variables: laws run over these both eagerly and in `dj.jit`.
+BOTH_WAYS = {"mirrored3", "virtual3", "parameters3", "central3", "servers"}
+
 #: Laws that are not those of parameter servers, and why.
 NOT_AT_SERVERS = {
     **dict.fromkeys(
@@ -163,13 +169,18 @@ def _asks_for(metafunc, name):
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample.
 
+    A part of both are drills: by turns, so that each row has tests of each module.
+
     A module that has a fixture ``strategy`` of its own chooses itself, and so does `tests/check`.
     """
     folder = metafunc.definition.path.parent.name
-    names, rows = [], []
+    names, rows, drills = [], [], DRILLS
+    first = zlib.crc32(metafunc.function.__name__.encode())
     if _asks_for(metafunc, "strategy") and folder != "check":
         names, rows = ["strategy"], SAMPLE
-        if folder == "conformance":
+        if folder != "conformance":
+            drills = SAMPLE[first % 2 :: 2]
+        else:
             rows = [row for row in STRATEGIES if row not in {*SAME_PROGRAM, *OTHER_COUNTS}]
             rows += SPANNING if PLATFORM == "cpu" else []  # one process to accelerators
         if metafunc.function.__name__ in NOT_AT_SERVERS:
@@ -179,26 +190,42 @@ def pytest_generate_tests(metafunc):
     elif _asks_for(metafunc, "pair"):
         names, rows = ["pair"], PAIR
         if folder not in OF_REPLICAS:
-            first = zlib.crc32(metafunc.function.__name__.encode()) % 2
-            rows = [PAIR[first], PAIR[not first]]
+            rows = [PAIR[first % 2], PAIR[not first % 2]]
     if _asks_for(metafunc, "how"):
-        if not names or folder in OF_REPLICAS:
+        if not names:
             metafunc.parametrize("how", list(HOW), indirect=True)
+        elif folder in OF_REPLICAS:
+            names, rows = [*names, "how"], _with_each_how(rows, first)
         else:
-            names, rows = [*names, "how"], _with_how(names, rows)
+            names, rows = [*names, "how"], _with_how(names, rows, first)
     elif names == ["pair"] and folder not in OF_REPLICAS:
         rows = rows[:1]
     if names:
-        marks = pytest.mark.table if "strategy" in names else ()
         rows = [row if isinstance(row, tuple) else (row,) for row in rows]
-        rows = [pytest.param(*row, marks=marks) for row in rows]
+        marks = [pytest.mark.table] if "strategy" in names else []
+        drill = [*marks, pytest.mark.drill] if PLATFORM == "cpu" else marks
+        is_drill = lambda row, how=None, is_other=False: row in drills or is_other
+        rows = [
+            pytest.param(*row[: len(names)], marks=drill if is_drill(*row) else marks)
+            for row in rows
+        ]
         metafunc.parametrize(names, rows, indirect=True)
 
 
-def _with_how(names, rows):
+def _with_each_how(rows, first):
+    """Yields each row called both ways, and whether that is a drill: of most rows one way is."""
+    for number, row in enumerate(rows):
+        for i, how in enumerate(HOW):
+            yield row, how, row not in BOTH_WAYS and (first + number + i) % len(HOW) > 0
+
+
+def _with_how(names, rows, first):
     """Returns rows with how each is called: that `dj.jit` changes nothing is a law."""
-    called = [*zip(rows, itertools.cycle([*HOW][::-1]), strict=False)]
-    return called if names == ["pair"] else [*called, ("mirrored8", "eager")]
+    if names == ["pair"]:
+        return [*zip(rows, reversed(HOW), strict=True)]
+    # Of a sample every second row is a drill: those that are not are called both ways by turns.
+    called = [(row, [*HOW][(first // 2 + i // 2) % len(HOW)]) for i, row in enumerate(rows)]
+    return called + [("mirrored8", how, True) for how in HOW if ("mirrored8", how) not in called]
 
 
 def _reuse(make, uses=10):

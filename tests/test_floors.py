@@ -1,6 +1,7 @@
 """Imports go down the floors only, and optional packages stay in their bridges."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -71,15 +72,18 @@ OPTIONAL = {
 }
 
 
+@functools.cache
 def imported_modules(path):
-    """Yields what a file imports: inside functions and under TYPE_CHECKING too."""
+    """Returns what a file imports: inside functions and under TYPE_CHECKING too."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            found.append(node.module)
             if node.module.partition(".")[0] == "distjax":
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def package_of(path):
@@ -148,9 +152,9 @@ def test_no_modules_import_each_other():
         p: ".".join(("distjax", *p.relative_to(ROOT).with_suffix("").parts))
         for p in library_files()
     }
+    modules = {*names.values()}
     edges = {
-        name: [m for m in imported_modules(path) if m in names.values()]
-        for path, name in names.items()
+        name: [m for m in imported_modules(path) if m in modules] for path, name in names.items()
     }
     assert sum(map(len, edges.values())) > 200
     assert find_circle(edges) is None

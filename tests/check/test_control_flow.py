@@ -79,10 +79,10 @@ def mapped_over_rows(params, x, y, reduce):
     [
         scanned,
         while_looped,
-        for_looped,
+        pytest.param(for_looped, marks=pytest.mark.drill),
         branching,
-        switching,
-        in_a_checkpoint,
+        pytest.param(switching, marks=pytest.mark.drill),
+        pytest.param(in_a_checkpoint, marks=pytest.mark.drill),
         in_a_jit,
         mapped_over_rows,
     ],
@@ -191,9 +191,9 @@ def dropped_by_row(key, x):
     [
         dropped,
         dropped_in_a_scan,
-        dropped_in_a_while,
-        dropped_in_a_branch,
-        dropped_in_a_checkpoint,
+        pytest.param(dropped_in_a_while, marks=pytest.mark.drill),
+        pytest.param(dropped_in_a_branch, marks=pytest.mark.drill),
+        pytest.param(dropped_in_a_checkpoint, marks=pytest.mark.drill),
         dropped_by_row,
     ],
 )

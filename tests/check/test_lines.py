@@ -9,6 +9,7 @@ import pytest
 import distjax as dj
 from tests.check import wrong_lines
 from tests.check.problem import findings_of
+from tests.drill_mark import all_drills_but
 
 SOURCE = inspect.getsource(wrong_lines)
 LINES = SOURCE.splitlines()
@@ -29,7 +30,11 @@ def lines_of(build):
     return {n for m in marked for n in min((s for s in STATEMENTS if m in s), key=len)}
 
 
-@pytest.mark.parametrize("build", wrong_lines.PROGRAMS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    all_drills_but(wrong_lines.PROGRAMS[::3], wrong_lines.PROGRAMS),
+    ids=lambda build: build.__name__,
+)
 def test_the_line_of_a_mistake(build):
     step, args, options = build(dj.VirtualStrategy(wrong_lines.R))
     found = findings_of(step, *args, **options)

@@ -1,6 +1,6 @@
 """Of random steps, `dj.check` finds those whose numbers depend on the number of replicas.
 
-Nine of them, always the same; SEEDS=500 in the environment draws more.
+Nine of them, always the same, six of which are drills; SEEDS=500 in the environment draws more.
 """
 
 import os
@@ -10,6 +10,7 @@ import pytest
 import distjax as dj
 from tests.check.problem import R, batch_of
 from tests.check.random_steps import MISTAKES, Program, distance
+from tests.drill_mark import all_drills_but
 
 SEEDS = int(os.environ.get("SEEDS", "9"))
 #: Rounding is below, and a mistake above.
@@ -29,7 +30,9 @@ def is_found(program):
 @pytest.mark.filterwarnings("ignore::distjax.errors.RecompilationWarning")
 @pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning")
 @pytest.mark.filterwarnings("ignore::distjax.errors.ReductionWarning")
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed", range(SEEDS) if "SEEDS" in os.environ else all_drills_but(range(3), range(SEEDS))
+)
 def test_a_random_step_with_a_mistake(seed):
     program = Program(seed, MISTAKES[seed % len(MISTAKES)]).break_it()
     apart = distance(program, R)

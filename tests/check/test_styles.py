@@ -23,6 +23,7 @@ from tests.check.problem import (
     loss_of,
     params,
 )
+from tests.drill_mark import all_drills_but
 
 AGGREGATION = {"sum": dj.VariableAggregation.SUM, "mean": dj.VariableAggregation.MEAN}
 REDUCTIONS = [("mean", True), ("sum", False)]
@@ -346,7 +347,9 @@ STRATEGIES = {
 
 
 @both
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(
+    "kind", all_drills_but(["mirrored", "central", "parameters", "model axes"], STRATEGIES)
+)
 def test_each_strategy(kind, op, right):
     strategy = STRATEGIES[kind]()
     with strategy.scope():

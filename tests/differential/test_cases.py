@@ -9,6 +9,7 @@ from tests.differential import (
     variable_cases,  # noqa: F401 - adds its cases to the table
 )
 from tests.differential.outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
+from tests.drill_mark import all_drills_but
 
 #: Cases that are refused where nothing is proved: they write mirrored variables in replicas or
 #: in merge functions, or compute with a merge argument.
@@ -35,7 +36,7 @@ def make(request):
     return cases.CASES[request.param]
 
 
-@pytest.mark.parametrize("num_replicas", MATRIX)
+@pytest.mark.parametrize("num_replicas", all_drills_but([2, 3], MATRIX))
 def test_compiled_equals_reference_equals_closed_form(make, num_replicas):
     strategy = dj.testing.ReferenceStrategy(num_replicas)
     reference = outcome(strategy, make)

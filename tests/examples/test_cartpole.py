@@ -32,6 +32,7 @@ def test_a_pole_out_of_bounds_is_down(cartpole):
     assert cartpole.is_up(states).tolist() == [True, False, False, True]
 
 
+@pytest.mark.drill
 def test_it_learns_to_balance():
     """45 steps in four calls and a half; the pole of a random policy stays up for about 22."""
     line = last_line("cartpole/train.py", "--replicas", "2", "--steps", "45")

@@ -24,8 +24,8 @@ EPOCHS = 10
 SEED = 0
 RUNS = [
     ("train.py", "mirrored"),
-    ("train.py", "parameter_server"),
-    ("functional.py", "mirrored"),
+    pytest.param("train.py", "parameter_server", marks=pytest.mark.drill),
+    pytest.param("functional.py", "mirrored", marks=pytest.mark.drill),
 ]
 
 
@@ -89,6 +89,7 @@ def test_loss_curve_equals_plain_jax(script, chosen, expected_losses, tmp_path):
     assert float(accuracy.rstrip("%")) >= 95
 
 
+@pytest.mark.drill
 def test_modules_train_the_same_on_eight_replicas_and_on_one(tmp_path):
     """NNX has other initial parameters than linen, so it is compared with itself."""
     curves = []
@@ -102,6 +103,7 @@ def test_modules_train_the_same_on_eight_replicas_and_on_one(tmp_path):
     np.testing.assert_allclose(*curves, rtol=0, atol=1e-4)
 
 
+@pytest.mark.drill
 def test_equinox_trains_the_same_on_eight_replicas_and_on_one(tmp_path):
     pytest.importorskip("equinox")
     curves = []

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.examples.scripts import last_line
 
 JUDGEMENT = re.compile(r"\w+: a judge is (\d+)% sure of the images, and sees (\d+) digits")
@@ -15,6 +17,7 @@ def judgment(strategy: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
+@pytest.mark.drill
 def test_split_moments_draw_the_same_images():
     """Four replicas on one device, and on four with split moments."""
     assert judgment("virtual") == judgment("sharded")

@@ -30,6 +30,7 @@ def uninterrupted() -> float:
     return loss_in(last_line(SCRIPT, *SMALL, "--strategy", "one_device"))
 
 
+@pytest.mark.drill
 def test_killed_and_resumed_under_another_strategy(tmp_path, uninterrupted):
     """Two replicas with a copy each are killed; four with a quarter each go on."""
     saving = ["--checkpoints", str(tmp_path), "--save-every", "4"]
@@ -56,6 +57,7 @@ def test_parts_of_a_batch_add_up(uninterrupted):
     assert loss_in(line) == pytest.approx(uninterrupted, abs=1e-4)
 
 
+@pytest.mark.drill
 def test_devices_that_share_a_replica(uninterrupted):
     """Two replicas of two devices, which hold half of the heads and columns each: under ZeRO-3."""
     line = last_line(SCRIPT, *SMALL, "--strategy", "sharded", "--model-axes", "2")

@@ -9,6 +9,7 @@ import pytest
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.drill_mark import all_drills_but
 from tests.examples.scripts import EXAMPLES, last_line
 
 TARGETS = np.array([1.0, 3.0], np.float32)  # each replica pulls w to its own
@@ -65,7 +66,7 @@ def test_only_trained_variables_are_local(strategy):
     assert dj.locality(w).kind == "per_replica" and w.trainable
 
 
-@pytest.mark.parametrize("local_steps", [1, 4])
+@pytest.mark.parametrize("local_steps", all_drills_but([4], [1, 4]))
 def test_the_script_averages_so_often(local_steps):
     line = last_line("local_sgd/train.py", "--steps", "22", "--local-steps", str(local_steps))
     steps, averages, loss, accuracy = line.split()

@@ -81,7 +81,9 @@ def run(script, environment, tmp_path, *arguments):
     )
 
 
-@pytest.mark.parametrize("script", ["slurm_per_node.sh", "slurm_launch.sh"])
+@pytest.mark.parametrize(
+    "script", ["slurm_per_node.sh", pytest.param("slurm_launch.sh", marks=pytest.mark.drill)]
+)
 def test_slurm(script, stand_ins, tmp_path):
     environment = stand_ins | {"FAKE_TASKS_PER_NODE": "1"}
     ended = run(script, environment, tmp_path, "--steps", "12", "--save-every", "6")

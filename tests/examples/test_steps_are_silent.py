@@ -44,6 +44,7 @@ def batch_of(strategy, *arrays):
     return next(iter(strategy.distribute_dataset([arrays])))
 
 
+@pytest.mark.drill
 def test_digits_in_variables(load, mirrored):
     model, train = load("digits", "model"), load("digits", "train")
     batch = batch_of(mirrored, IMAGES, LABELS)
@@ -77,6 +78,7 @@ def test_digits_in_modules(load, mirrored):
     assert dj.check(modules.test_step, network, accuracy, *batch, strategy=mirrored) is None
 
 
+@pytest.mark.drill
 def test_digits_in_equinox(load, mirrored):
     eqx = pytest.importorskip("equinox")
     form = load("digits", "equinox_form")
@@ -90,6 +92,7 @@ def test_digits_in_equinox(load, mirrored):
     assert dj.check(form.test_step, network, state, *batch, strategy=mirrored) is None
 
 
+@pytest.mark.drill
 def test_cartpole(load, mirrored):
     with mirrored.scope():
         trainer = load("cartpole", "train").Trainer(mirrored, seed=0)
@@ -101,6 +104,7 @@ def test_cartpole(load, mirrored):
     )
 
 
+@pytest.mark.drill
 def test_gan(load, mirrored):
     with mirrored.scope():
         game = load("gan", "train").Game(64, seed=0)
@@ -108,6 +112,7 @@ def test_gan(load, mirrored):
     assert dj.check(game.step, images, jax.random.key(0), strategy=mirrored) is None
 
 
+@pytest.mark.drill
 def test_local_sgd(load):
     train = load("local_sgd", "train")
     strategy = train.LocalSGDStrategy(4, jax.devices()[:2])
@@ -124,6 +129,7 @@ def test_local_sgd(load):
     assert dj.check(lambda: strategy.average(classifier.variables)) is None
 
 
+@pytest.mark.drill
 def test_language_model(load, mirrored):
     """A captured metric of Flax differs on each replica until the step ends: its rule sums it."""
     chosen = argparse.Namespace(

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from tests.drill_mark import all_drills_but
 from tests.flax.image_loop import (
     axis_of,
     eval_step,
@@ -66,7 +67,7 @@ def plain_curve(state, train, evaluate, batches=TRAIN):
 CASES = [*(("modes", name) for name in STRATEGIES), ("views", "mirrored2")]
 
 
-@pytest.mark.parametrize(("form", "name"), CASES)
+@pytest.mark.parametrize(("form", "name"), all_drills_but(CASES[1::2], CASES))
 def test_the_curve_is_that_of_plain_nnx(plain, form, name):
     train, evaluate = FORMS[form]
     strategy = STRATEGIES[name]()

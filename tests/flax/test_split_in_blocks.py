@@ -63,8 +63,8 @@ def losses():
     "options",
     [
         {},
-        {"partition": "gradients", "count": 3},
-        {"partition": "optimizer"},
+        pytest.param({"partition": "gradients", "count": 3}, marks=pytest.mark.drill),
+        pytest.param({"partition": "optimizer"}, marks=pytest.mark.drill),
         {"model_axes": {"model": 2}},
     ],
     ids=["zero3", "zero2 of 3", "zero1", "zero3, 4 x 2"],

@@ -4,7 +4,7 @@ import pytest
 
 from tests.drills.kills import ALONE, drill
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.drill]
 
 
 def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path):

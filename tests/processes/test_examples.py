@@ -11,7 +11,7 @@ from tests.processes import groups
 from tests.processes.jobs import run_job
 from tests.processes.warm import ROOT
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.drill]
 
 FOLDER = ROOT / "examples" / "digits"
 

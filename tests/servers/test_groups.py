@@ -72,8 +72,8 @@ class Training:
 @pytest.mark.parametrize(
     "size, servers, tx, options",
     [
-        (2, 1, ADAM, {}),
-        (4, 1, optax.sgd(0.1), {}),
+        pytest.param(2, 1, ADAM, {}, marks=pytest.mark.drill),
+        pytest.param(4, 1, optax.sgd(0.1), {}, marks=pytest.mark.drill),
         (3, 2, ADAM, {}),
         (2, 2, optax.adam(0.1), {"accumulate_steps": 3}),
     ],

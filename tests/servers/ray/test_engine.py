@@ -22,6 +22,7 @@ from tests.servers.test_training import Training, batches, values_of
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all of them
 
 
+@pytest.mark.drill
 def test_a_process_runs_the_replicas_of_its_worker(cluster):
     strategy = dj.ParameterServerStrategy(groups(1, 2), engine=make_engine())
     assert strategy.describe().workers == (("device 0 of its process", "device 1 of its process"),)
@@ -96,6 +97,7 @@ def test_numbers_of_64_bits_stay_so(served):
     assert v.value.dtype == np.float64 and float(v.value) == 1 + 1 / 3
 
 
+@pytest.mark.drill
 def test_closures_are_applied_once_whatever_processes_are_killed(served, coordinator):
     counters = Counters(served)
     before = coordinator.stats()
@@ -125,6 +127,7 @@ def test_a_bound_holds_with_killed_workers(bounded):
         assert max(coordinator.stats()["staleness"]) <= 1
 
 
+@pytest.mark.drill
 def test_threads_that_run_steps_without_a_coordinator_share_a_process(bounded):
     """Each pulls in one call and pushes in another: those of others may come in between."""
     counters = Counters(bounded)

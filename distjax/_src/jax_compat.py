@@ -328,6 +328,22 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
     return jax.numpy.asarray(np.asarray(array))
 
 
+# -- compiled programs --------------------------------------------------------
+
+
+def temporary_bytes(stats: object) -> int:
+    """Returns the bytes of the temporaries of a program, given its `memory_analysis()`.
+
+    As of JAX 0.12 it also says how much is allocated in all. In the `temp_size_in_bytes` of libtpu
+    0.0.50, which goes with that, gaps between temporaries count twice.
+    """
+    own: Any = stats
+    if not (allocated := getattr(own, "total_allocation_bytes", 0)):
+        return own.temp_size_in_bytes
+    reused = own.alias_size_in_bytes
+    return allocated - own.argument_size_in_bytes - own.output_size_in_bytes + reused
+
+
 # -- settings -----------------------------------------------------------------
 
 

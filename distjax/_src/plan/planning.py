@@ -293,8 +293,3 @@ def _notes(memory: Record, schedule: Schedule, described: Described) -> Iterator
         yield f"the least times count by the speeds published at {described.speeds.source}"
     if described.name.startswith("cpu:"):
         yield "there is no limit of memory to compare with on CPUs: everything fits"
-    elif memory.by_cause["unattributed"] > 0.1 * memory.peak_bytes:
-        yield (
-            "unattributed: the compiler counts it and does not say for what; with libtpu 0.0.50 "
-            "it grows with the number of small arrays, not with their size"
-        )

@@ -249,12 +249,24 @@ def test_the_largest_batch(limit, start, refused_above):
         return peak(size)
 
     found = planning.largest_batch(peak_of, start, peak(start), limit)
-    is_full = found >= 2**20 or peak(found) > 0.98 * limit or not fits(found + 1 + found // 60)
+    is_full = found >= 2**20 or peak(found) > 0.88 * limit or not fits(found + 1 + found // 60)
     assert found == 0 or (fits(found) and is_full)
     assert found or not fits(1)
     assert len(tried) == len(set(tried)) <= 20
     if refused_above > 2**20 and limit >= 500:  # as programs do
         assert len(tried) <= 4
+
+
+def test_the_largest_batch_where_memory_grows_evenly():
+    peak = lambda size: 1000 + 3 * size
+    assert peak(planning.largest_batch(peak, 8, peak(8), 100_000)) > 98_000
+
+
+def test_the_largest_batch_of_a_language_model_takes_two_compilations():
+    """Recorded, with libtpu 0.0.50: from some 5,000 examples on each takes less than before."""
+    recorded = {8: 22_923_776, 5842: 10_983_479_296, 8907: 15_194_535_424}
+    found = planning.largest_batch(recorded.__getitem__, 8, recorded[8], 16_911_433_728)
+    assert found == 8907
 
 
 def test_no_more_examples_where_the_compiler_saves_memory():

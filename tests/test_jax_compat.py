@@ -83,7 +83,7 @@ def test_the_line_that_first_used_a_backend_is_known():
 def test_temporaries_are_what_is_allocated_for_them():
     """Recorded: a program whose temporaries are two arrays of 256 MiB and two tables of 512 bytes.
 
-    Each begins at a multiple of 16 KiB; libtpu 0.0.50 counts the gaps twice.
+    Each begins at a multiple of 16 KiB; libtpu counts the gaps twice.
     """
     recorded = types.SimpleNamespace(
         argument_size_in_bytes=4 * 2**28,
@@ -93,7 +93,7 @@ def test_temporaries_are_what_is_allocated_for_them():
         total_allocation_bytes=9 * 2**28 + 512 + 2**15,
     )
     assert jax_compat.temporary_bytes(recorded) == 2 * 2**28 + 2**15
-    del recorded.total_allocation_bytes  # before JAX 0.12, where a gap counts once
+    del recorded.total_allocation_bytes  # as before JAX 0.12
     assert jax_compat.temporary_bytes(recorded) == recorded.temp_size_in_bytes
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distjax._src.diagnostics.collectives import KINDS, array_bytes
+from distjax._src.jax_compat import TABLE_BYTES
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^)]*)\)?(.*)")
@@ -31,8 +32,6 @@ _RENAMES = frozenset(
 #: What needs no memory that the program allocates.
 _NO_MEMORY = frozenset("parameter constant iota partition-id replica-id after-all".split())
 _WORK = frozenset("fusion convolution dot custom-call while call scatter gather sort".split())
-#: The memory of a TPU that a table of the parts of a result takes, though it is a few bytes.
-_TABLE_BYTES = 2**14
 
 
 class Instruction(NamedTuple):
@@ -94,9 +93,9 @@ class Schedule:
         if ":T(" in hlo_text:  # tiles, so it is for a TPU: tables last as long as the program
             own = (i for i in self.everywhere.values() if i.opcode not in _NO_MEMORY)
             owners = [i for i in own if i.type.startswith("(") and not _renames(i)]
-            tables = [Live(_TABLE_BYTES, i, False) for i in owners]
+            tables = [Live(TABLE_BYTES, i, False) for i in owners]
             self.at_peak += tables
-            self.live_bytes = [n + len(tables) * _TABLE_BYTES for n in self.live_bytes]
+            self.live_bytes = [n + len(tables) * TABLE_BYTES for n in self.live_bytes]
 
     def parameters(self) -> dict[int, Instruction]:
         """The arguments, by number; what the program does not use is not among them."""

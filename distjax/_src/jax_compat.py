@@ -339,13 +339,13 @@ def temporary_bytes(stats: object) -> int:
     """Returns the bytes of the temporaries of a program, given its `memory_analysis()`.
 
     In the `temp_size_in_bytes` of libtpu, gaps between temporaries count twice. As of JAX 0.12 the
-    analysis also has what is allocated in all.
+    analysis also has what is allocated in all, constants with it.
     """
     own: Any = stats
     if not (allocated := getattr(own, "total_allocation_bytes", 0)):
         return own.temp_size_in_bytes
-    reused = own.alias_size_in_bytes
-    return allocated - own.argument_size_in_bytes - own.output_size_in_bytes + reused
+    kept = own.argument_size_in_bytes + own.output_size_in_bytes - own.alias_size_in_bytes
+    return min(own.temp_size_in_bytes, allocated - kept)
 
 
 # -- settings -----------------------------------------------------------------

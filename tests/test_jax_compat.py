@@ -1,5 +1,7 @@
 """What differs between versions and modes of JAX."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,26 @@ def test_one_process_has_no_coordination_client():
 def test_the_line_that_first_used_a_backend_is_known():
     assert jax.devices()
     assert ".py:" in jax_compat.first_use_of_a_backend()
+
+
+def test_temporaries_are_what_is_allocated_for_them():
+    """Recorded: a program whose temporaries are two arrays of 256 MiB and two tables of 512 bytes.
+
+    Each begins at a multiple of 16 KiB; libtpu counts the gaps twice.
+    """
+    recorded = types.SimpleNamespace(
+        argument_size_in_bytes=4 * 2**28,
+        output_size_in_bytes=3 * 2**28 + 512,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=2 * 2**28 + 2 * (2**15 - 512),
+        total_allocation_bytes=9 * 2**28 + 512 + 2**15,
+    )
+    assert jax_compat.temporary_bytes(recorded) == 2 * 2**28 + 2**15
+    del recorded.total_allocation_bytes  # as before JAX 0.12
+    assert jax_compat.temporary_bytes(recorded) == recorded.temp_size_in_bytes
+
+
+def test_temporaries_on_a_cpu():
+    compiled = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jnp.ones((300, 300))).compile()
+    stats = compiled.memory_analysis()
+    assert jax_compat.temporary_bytes(stats) == stats.temp_size_in_bytes > 0

@@ -328,6 +328,26 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
     return jax.numpy.asarray(np.asarray(array))
 
 
+# -- compiled programs --------------------------------------------------------
+
+#: What a table of the parts of a result adds to `temporary_bytes` on a TPU: it has 512 bytes, and
+#: the next value begins at a multiple of 16 KiB.
+TABLE_BYTES: int = 2**14 if JAX_VERSION >= (0, 12) else 2**15 - 512
+
+
+def temporary_bytes(stats: object) -> int:
+    """Returns the bytes of the temporaries of a program, given its `memory_analysis()`.
+
+    In the `temp_size_in_bytes` of libtpu, gaps between temporaries count twice. As of JAX 0.12 the
+    analysis also has what is allocated in all, constants with it.
+    """
+    own: Any = stats
+    if not (allocated := getattr(own, "total_allocation_bytes", 0)):
+        return own.temp_size_in_bytes
+    kept = own.argument_size_in_bytes + own.output_size_in_bytes - own.alias_size_in_bytes
+    return min(own.temp_size_in_bytes, allocated - kept)
+
+
 # -- settings -----------------------------------------------------------------
 
 

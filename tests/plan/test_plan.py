@@ -20,6 +20,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import distjax as dj
+from distjax._src.jax_compat import TABLE_BYTES
 from distjax._src.plan import command, page, planning, schedule, targets, topologies
 from tests.drill_mark import all_drills_but
 from tests.live_arrays import no_new_arrays
@@ -250,12 +251,24 @@ def test_the_largest_batch(limit, start, refused_above):
         return peak(size)
 
     found = planning.largest_batch(peak_of, start, peak(start), limit)
-    is_full = found >= 2**20 or peak(found) > 0.98 * limit or not fits(found + 1 + found // 60)
+    is_full = found >= 2**20 or peak(found) > 0.88 * limit or not fits(found + 1 + found // 60)
     assert found == 0 or (fits(found) and is_full)
     assert found or not fits(1)
     assert len(tried) == len(set(tried)) <= 20
     if refused_above > 2**20 and limit >= 500:  # as programs do
         assert len(tried) <= 4
+
+
+def test_the_largest_batch_where_memory_grows_evenly():
+    peak = lambda size: 1000 + 3 * size
+    assert peak(planning.largest_batch(peak, 8, peak(8), 100_000)) > 98_000
+
+
+def test_the_largest_batch_of_a_language_model_takes_two_compilations():
+    """Recorded, with libtpu 0.0.50: from some 5,000 examples on each takes less than before."""
+    recorded = {8: 22_923_776, 5842: 10_983_479_296, 8907: 15_194_535_424}
+    found = planning.largest_batch(recorded.__getitem__, 8, recorded[8], 16_911_433_728)
+    assert found == 8907
 
 
 def test_no_more_examples_where_the_compiler_saves_memory():
@@ -298,9 +311,11 @@ def test_a_schedule_is_read():
     read = schedule.Schedule(text)
     assert read.aliases == {0: 1}
     assert read.parameters()[0].scope == "args[0]"
-    # x alone is a temporary: the rest are arguments, results, or in another memory.
-    assert max(read.live_bytes) == schedule.type_bytes_in_memory(read.instructions[2].type) == 4096
-    assert [live.bytes for live in read.at_peak] == [4096]
+    # x alone is a temporary: the rest are arguments, results, or in another memory. But a copy on
+    # its way to that has a table of its parts, for as long as the program runs.
+    assert schedule.type_bytes_in_memory(read.instructions[2].type) == 4096
+    assert [live.bytes for live in read.at_peak] == [4096, TABLE_BYTES]
+    assert (min(read.live_bytes), max(read.live_bytes)) == (TABLE_BYTES, TABLE_BYTES + 4096)
     assert not any(i.opcode == "while" for i in read.everywhere.values())
 
 

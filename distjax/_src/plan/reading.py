@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from distjax._src import jax_compat
 from distjax._src.diagnostics.collectives import Collective
 from distjax._src.diagnostics.explain_step import Notes
 from distjax._src.objects.stateful import ObjectKeywords, is_placeholder
@@ -132,13 +133,13 @@ def _given(args: Sequence[PyTree], names: Sequence[str]) -> dict[str, tuple[Any,
 def total_of(stats: PyTree) -> dict[str, int]:
     """Returns the sums in the compiler's `memory_analysis()`, as a report names them."""
     given, out = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    own = given + out - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    alias, temporaries = stats.alias_size_in_bytes, jax_compat.temporary_bytes(stats)
     return {
-        "peak_bytes": own + stats.generated_code_size_in_bytes,
+        "peak_bytes": given + out - alias + temporaries + stats.generated_code_size_in_bytes,
         "argument_bytes": given,
         "output_bytes": out,
-        "alias_bytes": stats.alias_size_in_bytes,
-        "temp_bytes": stats.temp_size_in_bytes,
+        "alias_bytes": alias,
+        "temp_bytes": temporaries,
     }
 
 

@@ -4,7 +4,8 @@ The compiler says how many bytes of temporaries a program needs, but not what th
 in the order of execution, so which values are alive at once can be read from it: from where a value
 is computed to its last use. A value that only renames another (a tuple, a bitcast, the end of an
 asynchronous copy, the carry of a loop) has no memory of its own, and neither has one that becomes a
-result. What the compiler needs beyond the sum (gaps, alignment, scratch space) stays unattributed.
+result. TPUs also have a table of the parts of each result that has several, in any memory. What the
+compiler needs beyond the sum (gaps, alignment, constants) stays unattributed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distjax._src.diagnostics.collectives import KINDS, array_bytes
+from distjax._src.jax_compat import TABLE_BYTES
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^)]*)\)?(.*)")
@@ -88,6 +90,12 @@ class Schedule:
         self.aliases = {int(i.split(",")[0] or 0): int(number) for i, number in pairs}
         self.everywhere = {i.name: i for order in self._computations.values() for i in order}
         self.live_bytes, self.at_peak = self._walk(self.instructions)
+        if ":T(" in hlo_text:  # tiles, so it is for a TPU: tables last as long as the program
+            own = (i for i in self.everywhere.values() if i.opcode not in _NO_MEMORY)
+            owners = [i for i in own if i.type.startswith("(") and not _renames(i)]
+            tables = [Live(TABLE_BYTES, i, False) for i in owners]
+            self.at_peak += tables
+            self.live_bytes = [n + len(tables) * TABLE_BYTES for n in self.live_bytes]
 
     def parameters(self) -> dict[int, Instruction]:
         """The arguments, by number; what the program does not use is not among them."""
@@ -163,6 +171,10 @@ def _arrays(each: Instruction) -> list[str]:
     return arrays[len(each.operands) :] if is_pair else arrays
 
 
+def _renames(each: Instruction) -> bool:
+    return each.opcode in _RENAMES or each.opcode.endswith(("-done", "-update"))
+
+
 def _owners(order: Sequence[Instruction]) -> dict[str, frozenset[str]]:
     """Returns, for each value, the values whose memory it is in."""
     owners: dict[str, frozenset[str]] = {}
@@ -175,7 +187,7 @@ def _owners(order: Sequence[Instruction]) -> dict[str, frozenset[str]]:
         if each.opcode == "get-tuple-element" and given[0] in parts:
             index = re.search(r"index=(\d+)", each.rest)
             owners[each.name] = parts[given[0]][int(index[1]) if index else 0]
-        elif each.opcode in _RENAMES or each.opcode.endswith(("-done", "-update")):
+        elif _renames(each):
             first = of_operands[:1] if each.opcode == "dynamic-update-slice" else of_operands
             owners[each.name] = frozenset[str]().union(*first)
             if each.opcode == "while" and given[0] in parts:

@@ -547,8 +547,8 @@ def _shape_text(name: str, count: int, error: Exception) -> str:
     return message(
         f"{name} needs to run for one replica as for {count}, to be compared",
         got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        why="with one replica the batch has the rows of all; a number of rows, or of replicas, that "
-        "is written into the step does not fit",
+        why="with one replica the batch has the rows of all; a number of rows, or of replicas, "
+        "that is written into the step does not fit",
         fix="x.shape[0], or ctx.num_replicas_in_sync, in its place; batch_argnums=... if other "
         "arguments are the batch; or rules_only=True",
     )

@@ -296,22 +296,17 @@ def _flops(compiled: CompiledProgram) -> float | None:
 
 def _memory(compiled: CompiledProgram) -> Memory:
     stats: Any = compiled.memory_analysis()
-
-    def total(where: str) -> int:
-        sizes = {k: getattr(stats, f"{where}{k}_size_in_bytes") for k in _PARTS}
-        return sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
-
+    given, out = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    alias, temporaries = stats.alias_size_in_bytes, jax_compat.temporary_bytes(stats)
+    on_host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes
     return Memory(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        donated_bytes=stats.alias_size_in_bytes,
-        temporary_bytes=stats.temp_size_in_bytes,
-        peak_bytes=total(""),
-        host_bytes=total("host_"),
+        argument_bytes=given,
+        output_bytes=out,
+        donated_bytes=alias,
+        temporary_bytes=temporaries,
+        peak_bytes=given + out + temporaries - alias,
+        host_bytes=on_host + stats.host_temp_size_in_bytes - stats.host_alias_size_in_bytes,
     )
-
-
-_PARTS = ("argument", "output", "temp", "alias")
 
 
 # -- what the traces prove --------------------------------------------------------

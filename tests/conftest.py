@@ -23,6 +23,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Read when JAX is imported; children inherit them.
 os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+# Where it is installed: each worker describes TPUs that are not there, and uses none.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Most programs run once: a quarter of the time of the tests would be LLVM making them fast.
 # Nearly all of them are small: parts for several threads are more work, not less time.
 _QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

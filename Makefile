@@ -67,8 +67,7 @@ accelerator: $(INSTALLED)  ## the laws of all strategies on the devices of PLATF
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m table $(PYTEST_FLAGS)
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
-	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
-	  tests/laws tests/collectives/test_joining.py tests/servers/test_compiling.py
+	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
 
 fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.pmap, SEEDS of each
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \

@@ -1,7 +1,6 @@
 """Maps over the replicas that follow each other are one: fewer `shard_map`s, the same values."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +293,7 @@ def run_program(steps, x):
     return values
 
 
-@settings(max_examples=int(os.environ.get("LAW_EXAMPLES", "6")), deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(programs())
 def test_law_joined_maps_compute_the_same(steps):
     before, after = joined(functools.partial(run_program, steps), X, derivative=True)

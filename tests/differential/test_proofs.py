@@ -21,7 +21,7 @@ from tests.differential.drawn import Drawing
 from tests.differential.outcomes import per_replica_leaves
 from tests.replica.blindness import blind
 
-SEEDS = int(os.environ.get("FUZZ_SEEDS", "8"))
+SEEDS = int(os.environ.get("FUZZ_SEEDS", "12"))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning"),

@@ -14,7 +14,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import distjax as dj
 from tests.conftest import STRATEGIES
-from tests.laws.drawing import EXAMPLES
 from tests.replicas import local
 
 NAMES = ["one_device", "mirrored2", "virtual2", "parameters2", "central3"]
@@ -54,7 +53,7 @@ READERS = sorted(make_readers(None))
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=EXAMPLES or 3, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     steps=st.lists(st.one_of(st.sampled_from(READERS), st.integers(1, 3)), min_size=3, max_size=6),
     how=st.sampled_from(["replica", "merge", "jit"]),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 
 import distjax as dj
+from tests.drill_mark import all_drills_but
 from tests.laws.drawing import (
     AS_IT_COMES,
     EXAMPLES,
@@ -125,18 +126,16 @@ def test_calls_in_any_order(kind):
 
 #: Where a family of calls that meets a known fault is drawn.
 PLACES = [("default", "jit"), ("mirrored2", "run"), ("virtual2", "run"), ("parameters2", "jit")]
-if not EXAMPLES:
-    PLACES = PLACES[2:]  # `make laws` has all
 
 
-@pytest.mark.parametrize("kind, road", PLACES)
+@pytest.mark.parametrize("kind, road", all_drills_but(PLACES[2:], PLACES))
 def test_a_later_call_brings_an_object(kind, road):
     """The first call of a program has arrays only."""
     begin = [Call(road, None), Call(road, "add", ("sum",))]
     draw_after(begin, kind)
 
 
-@pytest.mark.parametrize("kind, road", PLACES)
+@pytest.mark.parametrize("kind, road", all_drills_but(PLACES[2:], PLACES))
 def test_a_call_that_makes_a_variable_raises(kind, road):
     """The variable is made by the next call."""
     begin = [Call(road, "eval"), Call(road, "raise_later"), Call(road, "later")]

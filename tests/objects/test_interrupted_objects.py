@@ -11,7 +11,7 @@ from tests.interrupts import Interrupt, in_packages, interrupted
 
 #: Every how many lines one is interrupted, at a first call and at a warm one; primes, so that loops
 #: are met at different places. A stride of 1 takes an hour.
-STRIDES = {True: 787, False: 149}
+STRIDES = {True: 523, False: 37}
 LIBRARIES = in_packages("distjax", "flax.nnx")
 
 

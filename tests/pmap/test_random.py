@@ -9,7 +9,7 @@ import pytest
 import distjax as dj
 from tests.pmap.programs import Program
 
-SEEDS = int(os.environ.get("FUZZ_SEEDS", "4"))
+SEEDS = int(os.environ.get("FUZZ_SEEDS", "6"))
 
 
 def assert_close(found, expected, program):

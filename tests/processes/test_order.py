@@ -24,7 +24,7 @@ def long(x, n):
     y = jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x)
     return all_reduce(0 * y[0, :2] + 1.0)
 own = strategy.distribute_values_from_function
-x = own(lambda context: np.eye(200, dtype=np.float32))
+x = own(lambda context: np.eye(400, dtype=np.float32))
 n = own(lambda context: np.int32(300 * context.replica_id_in_sync_group))
 hundred = own(lambda context: np.full(2, 100.0, np.float32))
 with strategy.scope():

@@ -5,7 +5,6 @@ many versions old as the others push in that time.
 """
 
 import contextlib
-import os
 import sys
 import threading
 import types
@@ -82,11 +81,7 @@ def watching():
         jax.monitoring.unregister_event_duration_listener(watch.hear)
 
 
-@settings(
-    max_examples=int(os.environ.get("LAW_EXAMPLES", "3")),
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-)
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     program=st.lists(actions, min_size=1, max_size=6),
     replicas=st.integers(1, 2),

@@ -124,7 +124,7 @@ def check_one_step(program, replicas, servers, shards, cut, optimizes):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**DRAWN)
 def test_one_closure_at_a_time_is_one_step(program, replicas, servers, shards, cut, optimizes):
     check_one_step(program, replicas, servers, shards, cut, optimizes)
